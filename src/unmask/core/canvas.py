@@ -1,0 +1,178 @@
+"""The canvas: all that a decoding request is, as device tensors with a seat axis first.
+
+S seats, N canvas positions, E end-of-text ids. Every tensor is allocated once and changed in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GIVEN = 0  # commit_pass of a position that came with the request
+UNDECIDED = -1
+
+
+def positions(capacity: int, device: torch.device | str) -> Tensor:
+    """[1, N] position numbers, ready to compare with [S, 1]."""
+    return torch.arange(capacity, device=device, dtype=torch.int32).unsqueeze(0)
+
+
+@dataclass
+class Canvas:
+    """Decoding state of S seats. A free seat is inactive and has extent 0."""
+
+    mask_token_id: int
+    token_SN: Tensor
+    """int32; MASK while undecided."""
+    final_SN: Tensor
+    """bool: given with the request, or committed."""
+    commit_prob_SN: Tensor
+    """float32: probability of the token when it was committed."""
+    commit_pass_SN: Tensor
+    """int16: the request's own pass that committed it; 0 given, -1 undecided."""
+    block_SN: Tensor
+    """int16: 0 prompt, 1.. from the prompt's end."""
+    prompt_S: Tensor
+    """int32: first answer position."""
+    end_S: Tensor
+    """int32: positions at or past it are gone: not visible, no candidates, never returned."""
+    extent_S: Tensor
+    """int32: canvas length at admission."""
+    pass_S: Tensor
+    """int32: passes this request took part in."""
+    sched_S: Tensor
+    """int32: place in the request's schedule."""
+    carry_S: Tensor
+    """int32: commits that an earlier pass of the schedule left over."""
+    rows_S: Tensor
+    """int64: rows this request sent through the network."""
+    active_S: Tensor
+    """bool: takes part in the next pass."""
+    leader_S: Tensor
+    """int32: for the twin of a guided seat, the seat that it follows; -1 otherwise."""
+
+    @classmethod
+    def empty(cls, num_seats: int, capacity: int, mask_token_id: int, device: torch.device | str) -> Canvas:
+        """All seats free."""
+
+        def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        seats, places = (num_seats,), (num_seats, capacity)
+        return cls(
+            mask_token_id=mask_token_id,
+            token_SN=full(places, mask_token_id, torch.int32),
+            final_SN=full(places, False, torch.bool),
+            commit_prob_SN=full(places, 0, torch.float32),
+            commit_pass_SN=full(places, UNDECIDED, torch.int16),
+            block_SN=full(places, 0, torch.int16),
+            prompt_S=full(seats, 0, torch.int32),
+            end_S=full(seats, 0, torch.int32),
+            extent_S=full(seats, 0, torch.int32),
+            pass_S=full(seats, 0, torch.int32),
+            sched_S=full(seats, 0, torch.int32),
+            carry_S=full(seats, 0, torch.int32),
+            rows_S=full(seats, 0, torch.int64),
+            active_S=full(seats, False, torch.bool),
+            leader_S=full(seats, -1, torch.int32),
+        )
+
+    @property
+    def num_seats(self) -> int:
+        return self.token_SN.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.token_SN.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_SN.device
+
+    def pos_1N(self) -> Tensor:
+        return positions(self.capacity, self.device)
+
+    def visible_SN(self) -> Tensor:
+        """Positions that exist in this pass."""
+        return (self.pos_1N() < self.end_S[:, None]) & self.active_S[:, None]
+
+    def undecided_SN(self) -> Tensor:
+        """Positions still to be decided. A twin decides nothing: it follows its leader."""
+        return self.visible_SN() & ~self.final_SN & (self.leader_S < 0)[:, None]
+
+    def place(self, seat: int, token_N: Tensor, *, prompt: int, block_N: Tensor, leader: int = -1) -> None:
+        """Take a seat: ``token_N`` int [L] holds the prompt, given tokens, and MASK where the answer is to be found.
+
+        ``block_N`` int [L] is the block of each position. With ``leader`` the seat is its guidance twin: the same
+        canvas with the prompt masked.
+        """
+        length = token_N.shape[0]
+        token = token_N.to(self.device, torch.int32)
+        given = token != self.mask_token_id
+        if leader >= 0:
+            token = token.clone()
+            token[:prompt] = self.mask_token_id
+        self.token_SN[seat, :length] = token
+        self.token_SN[seat, length:] = self.mask_token_id
+        self.final_SN[seat, :length] = given
+        self.final_SN[seat, length:] = True  # past the extent there is nothing to decide
+        self.commit_pass_SN[seat, :length] = torch.where(given, GIVEN, UNDECIDED).to(torch.int16)
+        self.commit_prob_SN[seat] = 0
+        self.block_SN[seat, :length] = block_N.to(self.device, torch.int16)
+        for state, value in (
+            (self.prompt_S, prompt),
+            (self.end_S, length),
+            (self.extent_S, length),
+            (self.leader_S, leader),
+            (self.active_S, True),
+        ):
+            state[seat] = value
+        for state in (self.pass_S, self.sched_S, self.carry_S, self.rows_S):
+            state[seat] = 0
+
+    def release(self, seat: int) -> None:
+        """Free a seat."""
+        self.active_S[seat] = False
+        self.extent_S[seat] = self.end_S[seat] = 0
+        self.leader_S[seat] = -1
+
+    def grown(self, num_seats: int, capacity: int) -> Canvas:
+        """A larger canvas with the same seats in the same places."""
+        larger = Canvas.empty(num_seats, capacity, self.mask_token_id, self.device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
+        return larger
+
+    def commit(self, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, eos_SE: Tensor) -> None:
+        """Make ``chosen`` positions final and end the canvas at the leftmost end of text of the answer.
+
+        A later commit may move the end left, never right; an end-of-text id of the prompt means nothing. Counts the
+        pass of every active seat.
+        """
+        self.pass_S += self.active_S.int()
+        self.token_SN.copy_(torch.where(chosen_SN, token_SN.int(), self.token_SN))
+        self.commit_prob_SN.copy_(torch.where(chosen_SN, prob_SN, self.commit_prob_SN))
+        own_pass_SN = self.pass_S[:, None].to(torch.int16)
+        self.commit_pass_SN.copy_(torch.where(chosen_SN, own_pass_SN, self.commit_pass_SN))
+        self.final_SN |= chosen_SN
+        ends_SN = chosen_SN & (token_SN[:, :, None] == eos_SE[:, None, :]).any(-1)
+        first_S = torch.where(ends_SN, self.pos_1N() + 1, self.capacity + 1).amin(1)
+        self.end_S.copy_(torch.minimum(self.end_S, first_S))
+
+    def follow(self) -> None:
+        """Twins take over what their leaders decided; their prompts stay masked."""
+        seat_S = torch.arange(self.num_seats, device=self.device)
+        source_S = torch.where(self.leader_S >= 0, self.leader_S.long(), seat_S)
+        answer_SN = self.pos_1N() >= self.prompt_S[:, None]
+        self.token_SN.copy_(torch.where(answer_SN, self.token_SN[source_S], self.token_SN))
+        self.final_SN.copy_(torch.where(answer_SN, self.final_SN[source_S], self.final_SN))
+        self.end_S.copy_(self.end_S[source_S])
+
+    def num_settled_S(self) -> Tensor:
+        """[S] length of the longest run of final positions from the answer's start, within the end."""
+        open_SN = ~self.final_SN & (self.pos_1N() >= self.prompt_S[:, None])
+        first_S = torch.where(open_SN, self.pos_1N(), self.capacity).amin(1)
+        return torch.minimum(first_S, self.end_S) - self.prompt_S

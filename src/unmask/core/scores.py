@@ -1,0 +1,37 @@
+"""What a pass says about the positions that may be decided.
+
+S seats, N positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per canvas position; meaningless where ``scored`` is False."""
+
+    scored_SN: Tensor
+    """bool: a row for this position ran."""
+    token_SN: Tensor
+    """int64: the predicted token."""
+    prob_SN: Tensor
+    """float32: its probability."""
+    margin_SN: Tensor
+    """float32: its lead over the runner-up; zeros unless somebody ranks by it."""
+    neg_entropy_SN: Tensor
+    """float32: sum p log p in nats; zeros unless somebody ranks by it."""
+
+    @classmethod
+    def empty(cls, num_seats: int, capacity: int, device: torch.device | str) -> Scores:
+        """Nothing scored."""
+
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_seats, capacity, dtype=dtype, device=device)
+
+        real = (zeros(torch.float32) for _ in range(3))
+        return cls(zeros(torch.bool), zeros(torch.int64), *real)

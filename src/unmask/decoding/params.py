@@ -1,0 +1,264 @@
+"""Requests' parameters as device tensors, one value per seat; the neutral value switches a part of the rule off.
+
+S seats, T schedule steps, E ending ids, B banned ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from unmask.config import MAX_BANNED_IDS, MAX_EOS_IDS, SamplingParams
+from unmask.decoding import schedule
+
+PROB, MARGIN, ENTROPY, RANDOM = range(4)
+_SCORE_KIND = {
+    None: PROB,
+    "maskgit_plus": PROB,
+    "low_confidence": PROB,
+    "confidence_threshold_budget": PROB,
+    "origin": PROB,
+    "topk_margin": MARGIN,
+    "entropy": ENTROPY,
+    "random": RANDOM,
+}
+DEFAULT_EPS = 1e-3
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which parts of the rule some running request uses; the others cost nothing. Known on the host."""
+
+    margin: bool = False
+    entropy: bool = False
+    random_rank: bool = False
+    alg_temp: bool = False
+    factor: bool = False
+    entropy_bound: bool = False
+    fill: bool = False
+    sampled: bool = False
+    filtered: bool = False
+    guided: bool = False
+    banned: bool = False
+    stats_banned: bool = False
+    min_tokens: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(Needs)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatParams:
+    """One request's parameters in the rule's terms."""
+
+    quota: Sequence[int]
+    """Commits of each pass; empty: no cap."""
+    fill: Sequence[float]
+    """Chance of each candidate at each pass (Dream's `origin`); empty: none."""
+    carries: bool
+    """What a pass may commit and does not is added to the next pass's quota."""
+    rescue: bool
+    threshold: float
+    factor: float
+    entropy_bound: float
+    score_kind: int
+    window: int
+    alg_temp: float
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    temper: bool
+    guidance: float
+    seed: int
+    eos: tuple[int, ...]
+    min_tokens: int
+    ban_argmax: tuple[int, ...]
+    """Ids that are never predicted."""
+    ban_softmax: tuple[int, ...]
+    """Ids whose probability is 0: they leave the softmax."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            margin=self.score_kind == MARGIN,
+            entropy=self.score_kind == ENTROPY or self.entropy_bound >= 0,
+            random_rank=self.score_kind == RANDOM,
+            alg_temp=self.alg_temp > 0,
+            factor=self.factor > 0,
+            entropy_bound=self.entropy_bound >= 0,
+            fill=bool(self.fill),
+            sampled=self.temperature > 0,
+            filtered=self.top_p < 1 or self.top_k > 0 or self.min_p > 0,
+            guided=self.guidance > 0,
+            banned=bool(self.ban_argmax) or self.min_tokens > 0,
+            stats_banned=bool(self.ban_softmax) or self.min_tokens > 0,
+            min_tokens=self.min_tokens > 0,
+        )
+
+
+def _score_kind(p: SamplingParams) -> int:
+    if p.alg is None and p.remasking is None and p.entropy_bound is not None:
+        return ENTROPY
+    return _SCORE_KIND[p.alg or p.remasking]
+
+
+def _threshold(p: SamplingParams, scheduled: bool) -> float:
+    """A pure schedule accepts whatever its cap allows."""
+    if p.threshold is not None:
+        return p.threshold
+    return -torch.inf if scheduled and p.alg != "origin" else torch.inf
+
+
+def seat_params(
+    p: SamplingParams,
+    *,
+    kind: str,
+    masks_per_block: Sequence[int],
+    model_eos: tuple[int, ...],
+    seed: int,
+) -> SeatParams:
+    """``p`` (completed by the method) in the rule's terms.
+
+    ``kind`` is the method's schedule; ``masks_per_block`` the undecided positions of each block that has any.
+
+    Raises:
+        ConfigError: the schedule has fewer steps than blocks.
+    """
+    budget = p.alg == "confidence_threshold_budget"
+    adaptive = p.threshold is not None or p.factor is not None or p.entropy_bound is not None
+    scheduled = budget or not adaptive
+    steps = p.steps or sum(masks_per_block)
+    eps = DEFAULT_EPS if p.eps is None else p.eps
+    origin = p.alg == "origin"
+    counted = scheduled and not origin
+    held = model_eos if p.suppress_eos else ()
+    return SeatParams(
+        quota=schedule.quotas(masks_per_block, steps, "even" if budget else kind, eps) if counted else (),
+        fill=schedule.time_ratio(steps, eps) if origin else (),
+        carries=budget,
+        rescue=not origin,
+        threshold=_threshold(p, scheduled),
+        factor=p.factor or 0.0,
+        entropy_bound=-torch.inf if p.entropy_bound is None else p.entropy_bound,
+        score_kind=_score_kind(p),
+        window=p.decode_window or (1 << 30),
+        alg_temp=p.alg_temp,
+        temperature=p.temperature,
+        top_p=p.top_p,
+        top_k=max(p.top_k, 0),
+        min_p=p.min_p,
+        temper=p.temper_confidence,
+        guidance=p.cfg_scale,
+        seed=seed,
+        eos=(() if p.ignore_eos else model_eos) + p.stop_token_ids,
+        min_tokens=p.min_tokens,
+        ban_argmax=p.suppress_token_ids + held,
+        ban_softmax=p.suppress_token_ids + held + (model_eos if p.eos_confidence_last else ()),
+    )
+
+
+_REAL = ("threshold", "factor", "entropy_bound", "alg_temp", "temperature", "top_p", "min_p", "guidance")
+_WHOLE = ("score_kind", "window", "top_k", "min_tokens")
+_SWITCH = ("carries", "rescue", "temper")
+
+
+class DecodeParams:
+    """Device tensors, written when a seat is taken."""
+
+    threshold_S: Tensor
+    factor_S: Tensor
+    entropy_bound_S: Tensor
+    alg_temp_S: Tensor
+    temperature_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    guidance_S: Tensor
+    score_kind_S: Tensor
+    window_S: Tensor
+    top_k_S: Tensor
+    min_tokens_S: Tensor
+    carries_S: Tensor
+    rescue_S: Tensor
+    temper_S: Tensor
+
+    def __init__(self, num_seats: int, num_steps: int, device: torch.device | str) -> None:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(num_seats, *shape, dtype=dtype, device=device)
+
+        for names, dtype in ((_REAL, torch.float32), (_WHOLE, torch.int32), (_SWITCH, torch.bool)):
+            for name in names:
+                setattr(self, f"{name}_S", zeros(dtype=dtype))
+        self.capped_S = zeros(dtype=torch.bool)
+        self.quota_ST = zeros(num_steps + 1, dtype=torch.int32)  # one more column: nothing is due past the last step
+        self.fill_ST = zeros(num_steps + 1, dtype=torch.float32)
+        self.seed_S = zeros(dtype=torch.int64)
+        self.twin_S = zeros(dtype=torch.int64) - 1
+        self.eos_SE = zeros(MAX_EOS_IDS, dtype=torch.int32) - 1
+        self.ban_argmax_SB = zeros(MAX_BANNED_IDS + MAX_EOS_IDS, dtype=torch.int64) - 1
+        self.ban_softmax_SB = zeros(MAX_BANNED_IDS + MAX_EOS_IDS, dtype=torch.int64) - 1
+        self._seat_needs: list[Needs] = [Needs()] * num_seats
+        self.needs = Needs()
+
+    @property
+    def num_seats(self) -> int:
+        return len(self.seed_S)
+
+    @property
+    def num_steps(self) -> int:
+        return self.quota_ST.shape[1] - 1
+
+    def at_step(self, table_ST: Tensor, sched_S: Tensor) -> Tensor:
+        """Entry of each seat's schedule at its place; past the end, the last column's neutral value."""
+        return table_ST.gather(1, sched_S.long().clamp(max=self.num_steps)[:, None])[:, 0]
+
+    def write(self, seat: int, p: SeatParams, twin: int = -1) -> None:
+        """Give a seat its parameters; ``twin`` is the place of its guidance twin."""
+        for name in _REAL + _WHOLE + _SWITCH:
+            getattr(self, f"{name}_S")[seat] = getattr(p, name)
+        self.capped_S[seat] = bool(p.quota)
+        self.seed_S[seat] = p.seed
+        self.twin_S[seat] = twin
+        for table, values in (
+            (self.quota_ST, p.quota),
+            (self.fill_ST, p.fill),
+        ):
+            _fill_row(table[seat], values, 0)
+        for table, values in (
+            (self.eos_SE, p.eos),
+            (self.ban_argmax_SB, p.ban_argmax),
+            (self.ban_softmax_SB, p.ban_softmax),
+        ):
+            _fill_row(table[seat], values, -1)
+        self._need(seat, p.needs)
+
+    def release(self, seat: int) -> None:
+        """Switch everything off for a free seat."""
+        self.twin_S[seat] = -1
+        self.eos_SE[seat] = -1
+        self._need(seat, Needs())
+
+    def _need(self, seat: int, needs: Needs) -> None:
+        self._seat_needs[seat] = needs
+        self.needs = Needs()
+        for each in self._seat_needs:
+            self.needs |= each
+
+    def grown(self, num_seats: int, num_steps: int) -> DecodeParams:
+        """Larger tables with the same seats in the same places."""
+        larger = DecodeParams(num_seats, num_steps, self.seed_S.device)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
+        larger._seat_needs[: self.num_seats] = self._seat_needs
+        larger.needs = self.needs
+        return larger
+
+
+def _fill_row(row: Tensor, values: Sequence[float] | Sequence[int] | Mapping[int, int], neutral: float) -> None:
+    row.fill_(neutral)
+    if len(values):
+        row[: len(values)] = torch.tensor(list(values), dtype=row.dtype, device=row.device)

@@ -1,0 +1,58 @@
+"""A request inside the engine: what was asked, where it sits, and what became of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unmask.config import SamplingParams
+from unmask.decoding.params import SeatParams
+from unmask.engine.outputs import CompletionOutput, StreamChunk
+from unmask.engine.text import TextTracker
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer in the making. A request with n answers is n of these.
+
+    The canvas is ``prompt_ids`` followed by ``answer_ids``, in which MASK marks what is to be found: all of it for an
+    ordinary request, the holes for infilling.
+    """
+
+    index: int
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    block_length: int
+    params: SamplingParams
+    seat_params: SeatParams
+    tracker: TextTracker | None = None
+    """Follows the settled text; None when nobody needs text before the end."""
+    watch: bool = False
+    """Stream chunks are wanted."""
+    watch_canvas: bool = False
+    chunks: deque[StreamChunk] = field(default_factory=deque)
+    output: CompletionOutput | None = None
+    error: BaseException | None = None
+    num_streamed: int = 0
+    """Tokens that the chunks so far hold."""
+    seat: int = -1
+    twin: int = -1
+
+    def stream(self, chunk: StreamChunk) -> None:
+        """Queue a chunk for whoever watches."""
+        self.num_streamed += len(chunk.token_ids)
+        self.chunks.append(chunk)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+    @property
+    def num_seats(self) -> int:
+        """A guided request sits twice: once with its prompt masked."""
+        return 2 if self.seat_params.guidance > 0 else 1
+
+    @property
+    def done(self) -> bool:
+        return self.output is not None or self.error is not None

@@ -1,0 +1,139 @@
+"""Executes a pass: the only caller of the model.
+
+S seats, N positions, M rows, C scored positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unmask import ops
+from unmask.core.canvas import Canvas
+from unmask.core.rows import RowPlan
+from unmask.core.scores import Scores
+from unmask.decoding.params import DecodeParams
+from unmask.decoding.sample import TOKEN, uniform
+from unmask.engine.stats import Stats
+from unmask.models.attention import AttentionContext, PackedContext, RopeTable
+from unmask.models.config import ModelConfig
+
+
+class Model(Protocol):
+    """What the engine needs of a network; `unmask.models.transformer.Transformer` is one."""
+
+    config: ModelConfig
+    rope: RopeTable
+
+    @property
+    def head(self) -> Tensor: ...
+
+    def __call__(self, token: Tensor, ctx: AttentionContext) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The candidates of a pass that a row can answer."""
+
+    seat_C: Tensor
+    pos_C: Tensor
+    row_C: Tensor
+    source_C: Tensor
+    """Position whose row scores the candidate."""
+
+
+class Runner:
+    """Runs row plans and scores candidates. ``unknown_ids`` are ids that the tokenizer does not know."""
+
+    def __init__(self, model: Model, unknown_ids: list[int], stats: Stats) -> None:
+        self.model, self.stats = model, stats
+        self.shift = model.config.logit_shift
+        banned = sorted({model.config.mask_token_id, *unknown_ids})
+        self._banned_b = torch.tensor(banned, dtype=torch.int64, device=model.head.device)
+
+    def forward(self, plan: RowPlan, candidate_SN: Tensor, canvas: Canvas, params: DecodeParams) -> Scores:
+        """One pass, and the scores of its candidates."""
+        with self.stats.time("forward"):
+            hidden_MD = self._run(plan)
+        with self.stats.time("scores"):
+            return self._score(hidden_MD, plan, candidate_SN, canvas, params)
+
+    def _run(self, plan: RowPlan) -> Tensor:
+        ctx = PackedContext(
+            plan.pos_M, plan.seat_M, plan.pos_M, len(plan.see_S), plan.width, plan.see_S, self.model.rope
+        )
+        return self.model(plan.token_M, ctx)
+
+    def _score(
+        self, hidden_MD: Tensor, plan: RowPlan, candidate_SN: Tensor, canvas: Canvas, params: DecodeParams
+    ) -> Scores:
+        wanted = self._wanted(plan, candidate_SN)
+        hidden_CD = hidden_MD[wanted.row_C]
+        if params.needs.guided:
+            hidden_CD = _guided(hidden_CD, hidden_MD, plan, wanted, params)
+        stats = self._stats(hidden_CD, wanted, canvas, params)
+        scores = Scores.empty(canvas.num_seats, canvas.capacity, canvas.device)
+        at = (wanted.seat_C, wanted.pos_C)
+        scores.scored_SN[at] = True
+        for into, values in (
+            (scores.token_SN, stats.token_C),
+            (scores.prob_SN, stats.prob_C),
+            (scores.margin_SN, stats.margin_C),
+            (scores.neg_entropy_SN, stats.neg_entropy_C),
+        ):
+            into[at] = values
+        return scores
+
+    def _wanted(self, plan: RowPlan, candidate_SN: Tensor) -> _Wanted:
+        """Position p is scored from row p - shift (row 0 for position 0), if that row ran."""
+        seat_C, pos_C = candidate_SN.nonzero(as_tuple=True)
+        source_C = (pos_C - self.shift).clamp(min=0)
+        row_C = plan.row_SN[seat_C, source_C]
+        ran_C = row_C >= 0
+        return _Wanted(seat_C[ran_C], pos_C[ran_C], row_C[ran_C], source_C[ran_C])
+
+    def _stats(self, hidden_CD: Tensor, wanted: _Wanted, canvas: Canvas, params: DecodeParams) -> ops.LogitStats:
+        needs, seat_C = params.needs, wanted.seat_C
+        ban_argmax_CB = ban_softmax_CB = None
+        if needs.banned or needs.stats_banned:
+            early_C = wanted.pos_C < canvas.prompt_S[seat_C] + params.min_tokens_S[seat_C]
+            early_CE = torch.where(early_C[:, None], params.eos_SE[seat_C].long(), -1)
+            ban_argmax_CB = torch.cat((params.ban_argmax_SB[seat_C], early_CE), 1)
+            ban_softmax_CB = torch.cat((params.ban_softmax_SB[seat_C], early_CE), 1)
+        return ops.logit_stats(
+            hidden_CD,
+            self.model.head,
+            banned_b=self._banned_b,
+            ban_argmax_CB=ban_argmax_CB,
+            ban_softmax_CB=ban_softmax_CB if needs.stats_banned else None,
+            sampling=_sampling(wanted, canvas, params) if needs.sampled or needs.filtered else None,
+            margin=needs.margin,
+            entropy=needs.entropy,
+        )
+
+
+def _guided(hidden_CD: Tensor, hidden_MD: Tensor, plan: RowPlan, wanted: _Wanted, params: DecodeParams) -> Tensor:
+    """Classifier-free guidance on hidden rows, u + (w + 1)(c - u): exact, since the head is linear."""
+    twin_C = params.twin_S[wanted.seat_C]
+    guided_C = twin_C >= 0
+    twin_row_C = plan.row_SN[torch.where(guided_C, twin_C, wanted.seat_C), wanted.source_C]
+    without_CD = hidden_MD[twin_row_C]
+    scale_C = params.guidance_S[wanted.seat_C].to(hidden_CD.dtype)
+    mixed_CD = without_CD + (scale_C[:, None] + 1) * (hidden_CD - without_CD)
+    return torch.where(guided_C[:, None], mixed_CD, hidden_CD)
+
+
+def _sampling(wanted: _Wanted, canvas: Canvas, params: DecodeParams) -> ops.Sampling:
+    seat_C = wanted.seat_C
+    chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, TOKEN)
+    return ops.Sampling(
+        params.temperature_S[seat_C],
+        params.top_p_S[seat_C],
+        params.top_k_S[seat_C],
+        params.min_p_S[seat_C],
+        params.temper_S[seat_C],
+        chance_SN[seat_C, wanted.pos_C],
+    )

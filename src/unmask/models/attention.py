@@ -1,0 +1,187 @@
+"""How rows see each other: the attention context, which a caller hands to the model's forward.
+
+B sequences, N width of a padded sequence, M flat rows, S seats, D hidden size, H query heads, Hkv key heads, hd head
+size
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unmask import ops
+
+
+class RopeTable:
+    """cos and sin of the rotary angles, fp32, one row per position; grown on demand, never saved.
+
+    All rows of all passes read the same table: equal positions get equal bits, alone or in a batch.
+    """
+
+    def __init__(self, head_dim: int, theta: float, max_positions: int) -> None:
+        self.head_dim, self.theta, self.max_positions = head_dim, theta, max_positions
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [.., hd/2] of the positions `pos` int [..].
+
+        On the CPU the table grows to what is asked. On other devices, and under torch.compile, where a look at the
+        values would cost a synchronisation or a graph break, it has `max_positions` rows at least: positions beyond
+        need `reserve` first.
+        """
+        if pos.device.type == "cpu" and not torch.compiler.is_compiling():
+            num_positions = int(pos.max()) + 1 if pos.numel() else 1
+        else:
+            num_positions = self.max_positions
+        cos, sin = self.reserve(num_positions, pos.device)
+        return cos[pos], sin[pos]
+
+    def reserve(self, num_positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """The whole table on `device`, cos and sin [P, hd/2] with P >= `num_positions`."""
+        device = torch.device(device)
+        table = self._tables.get(device)
+        if table is None or len(table[0]) < num_positions:
+            grown = num_positions if table is None else max(num_positions, 2 * len(table[0]))
+            table = self._tables[device] = self._build(grown, device)
+        return table
+
+    # Tables outlive the pass that asks for them: built by an inference pass, they must still serve a training pass.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _build(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        even = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
+        frequency = 1.0 / self.theta ** (even / self.head_dim)
+        position = torch.arange(num_positions, dtype=torch.float32, device=device)
+        angle = position.unsqueeze(-1) * frequency
+        return angle.cos(), angle.sin()
+
+
+class AttentionWeights(nn.Module):
+    """One layer's projections: `qkv` [(H + 2 Hkv) * hd, D], fused, with a bias where the family has one, and `out`
+    [D, H * hd]."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, qkv_bias: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [.., H, hd], k and v [.., Hkv, hd] of the rows `hidden` [.., D]; no rotation yet."""
+        heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        return q, k, v
+
+
+class AttentionContext(Protocol):
+    """What a pass sees. The model calls `project`, then `attend`, once per layer, layers in order.
+
+    Rows keep the shape [..] in which the caller gave the tokens; the context knows their positions.
+    """
+
+    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:
+        """Queries [.., H, hd] after rotation of the normed rows `hidden` [.., D]; k and v land where this context
+        keeps them."""
+        ...
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention output [.., H * hd], before the output projection. A row that sees nothing gets zeros."""
+        ...
+
+
+class DenseContext:
+    """A rectangular batch without a cache: the rows of this pass see each other only.
+
+    `pos`: int [N] or [B, N]. `see`: int [B], the rows of sequence b see the keys [0, see_b).
+    `mask`: bool [N, N] or [B, N, N], True where row i may attend to key j. With both, both must allow.
+    Hidden rows are [B, N, D].
+    """
+
+    def __init__(self, pos: Tensor, *, see: Tensor | None = None, mask: Tensor | None = None, rope: RopeTable) -> None:
+        self._cos, self._sin = rope.at(pos)
+        self._see, self._mask = see, mask
+        self._kv: tuple[Tensor, Tensor] | None = None
+
+    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:  # noqa: ARG002
+        q, k, v = weights.split(hidden)
+        self._kv = ops.rope(k, self._cos, self._sin), v
+        return ops.rope(q, self._cos, self._sin)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
+        assert self._kv is not None, "attend before project"
+        (k, v), self._kv = self._kv, None  # let go: the last layer's keys must not outlive the pass
+        return ops.attention(q, k, v, mask=self._mask, see=self._see).flatten(-2)
+
+
+class PackedContext:
+    """Flat rows of several sequences without a cache: the rows of this pass see those of their own seat only.
+
+    `pos_M`: position of a row (for the rotation). `seat_M`, `index_M`: its place [seat, index] in the padded
+    [num_seats, width] in which attention runs; no two rows share one. `see_S`: rows of seat s see the indices
+    [0, see_s); None = all that are there. Places without a row are never attended to. Hidden rows are [M, D].
+
+    `complete=True` promises that the rows are all places in order and that every row sees all of its seat: a plain
+    reshape, no index and no mask. None (default) finds out, which on a GPU waits for the device once.
+    """
+
+    def __init__(
+        self,
+        pos_M: Tensor,
+        seat_M: Tensor,
+        index_M: Tensor,
+        num_seats: int,
+        width: int,
+        see_S: Tensor | None,
+        rope: RopeTable,
+        *,
+        complete: bool | None = None,
+    ) -> None:
+        self._cos, self._sin = rope.at(pos_M)
+        self._shape = (num_seats, width)
+        self._kv: tuple[Tensor, Tensor] | None = None
+        self._place_M: Tensor | None = None
+        self._allowed_S1N: Tensor | None = None
+        place_M = seat_M.long() * width + index_M
+        if complete is None:
+            complete = _is_complete(place_M, see_S, num_seats, width)
+        if not complete:
+            self._place_M = place_M
+            self._allowed_S1N = self._occupied(place_M, see_S)
+
+    def _occupied(self, place_M: Tensor, see_S: Tensor | None) -> Tensor:
+        """Places with a row, within reach of their seat: bool [S, 1, N]."""
+        num_seats, width = self._shape
+        taken = torch.zeros(num_seats * width, dtype=torch.bool, device=place_M.device)
+        taken = taken.index_fill(0, place_M, True).view(num_seats, width)
+        if see_S is not None:
+            taken = taken & (torch.arange(width, device=see_S.device) < see_S.unsqueeze(-1))
+        return taken.unsqueeze(1)
+
+    def _pad(self, rows: Tensor) -> Tensor:
+        """[M, heads, hd] to [S, N, heads, hd]; zeros where there is no row."""
+        if self._place_M is None:
+            return rows.view(*self._shape, *rows.shape[1:])
+        num_seats, width = self._shape
+        empty = rows.new_zeros(num_seats * width, *rows.shape[1:])
+        return empty.index_copy(0, self._place_M, rows).view(num_seats, width, *rows.shape[1:])
+
+    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:  # noqa: ARG002
+        q, k, v = weights.split(hidden)
+        self._kv = self._pad(ops.rope(k, self._cos, self._sin)), self._pad(v)
+        return ops.rope(q, self._cos, self._sin)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
+        assert self._kv is not None, "attend before project"
+        (k, v), self._kv = self._kv, None
+        out = ops.attention(self._pad(q), k, v, mask=self._allowed_S1N).flatten(0, 1).flatten(-2)
+        return out if self._place_M is None else out.index_select(0, self._place_M)
+
+
+def _is_complete(place_M: Tensor, see_S: Tensor | None, num_seats: int, width: int) -> bool:
+    """Are the rows all places, in order, and does every row see all of its seat?"""
+    if len(place_M) != num_seats * width:
+        return False
+    in_order = torch.equal(place_M, torch.arange(len(place_M), device=place_M.device))
+    return in_order and (see_S is None or bool((see_S >= width).all()))

@@ -1,0 +1,125 @@
+"""One transformer for every family; what its rows see is the context's business.
+
+D hidden size, F MLP size, V vocabulary, H query heads, Hkv key heads, hd head size
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unmask import ops
+from unmask.models.attention import AttentionContext, AttentionWeights, RopeTable
+from unmask.models.config import ModelConfig
+
+
+class Norm(nn.Module):
+    """RMS norm with a gain, `weight` [D]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """Gated MLP: `gate_up` [2F, D] (gate rows first), `down` [D, F]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(ops.swiglu(self.gate_up(x)))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention, then MLP, each on the normed stream and added to it."""
+
+    def __init__(self, index: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.index = index
+        self.attn_norm = Norm(config.hidden_size, config.norm_eps)
+        self.attn = AttentionWeights(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            qkv_bias=config.qkv_bias,
+        )
+        self.mlp_norm = Norm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
+        q = ctx.project(self.index, self.attn_norm(x), self.attn)
+        x = x + self.attn.out(ctx.attend(self.index, q))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """The model. `Transformer(config)` has random weights; `load_model` gives a checkpoint's.
+
+    >>> hidden = model(token_BN, DenseContext(torch.arange(N), rope=model.rope))   # [B, N, D], after the final norm
+    >>> logits = model.logits(hidden)                                              # [B, N, V]
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.rope = RopeTable(config.head_dim, config.rope_theta, config.max_positions)
+        with torch.device("meta"):
+            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(Layer(i, config) for i in range(config.num_layers))
+            self.norm = Norm(config.hidden_size, config.norm_eps)
+            self.lm_head = (
+                None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            )
+        self.to(dtype or torch.get_default_dtype())
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def forward(self, token: Tensor, ctx: AttentionContext) -> Tensor:
+        """Hidden rows [.., D] after the final norm, of the tokens `token` int [..]."""
+        x = self.embed(token)
+        for layer in self.layers:
+            x = layer(x, ctx)
+        out: Tensor = self.norm(x)
+        return out
+
+    @property
+    def head(self) -> Tensor:
+        """The scoring matrix [V, D]: the embedding itself when the two are tied."""
+        return self.embed.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [.., V] of the rows `hidden` [.., D], as the network gives them: `config.logit_shift` not applied."""
+        return F.linear(hidden, self.head)
+
+    @torch.no_grad()
+    def init_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Random weights for training: normal of deviation `std`; the two matrices that write to the stream smaller
+        by sqrt(2 L), so that its variance does not grow with depth; gains 1, biases 0."""
+        into_stream = std / (2 * self.config.num_layers) ** 0.5
+        for name, weight in self.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.fill_(1)
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                deviation = into_stream if name.endswith(("attn.out.weight", "mlp.down.weight")) else std
+                weight.normal_(0, deviation, generator=generator)

@@ -1,0 +1,1 @@
+"""Plain-torch definitions of the operations. Import them through `unmask.ops`."""
