@@ -12,7 +12,9 @@ Vocabulary of 64: MASK 60, end of text 61, end of turn 62, padding 63.
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unmask.models.attention import RopeTable
+from unmask.models.attention import PackedContext, RopeTable
 from unmask.models.config import ModelConfig
 
 VOCAB, MASK, EOS, EOT, PAD = 64, 60, 61, 62, 63
@@ -45,6 +47,22 @@ class View:
 
 
 Script = Callable[[View], Mapping[int, float]]
+
+
+def _keep_places() -> None:
+    """Have every packed context remember where its rows are: a network needs only the angles, a script needs these."""
+    plain = PackedContext.__init__
+
+    @functools.wraps(plain)
+    def init(self: PackedContext, pos_M: Tensor, seat_M: Tensor, *rest: Any, **named: Any) -> None:
+        plain(self, pos_M, seat_M, *rest, **named)
+        _PLACES[self] = pos_M.tolist(), seat_M.tolist()
+
+    PackedContext.__init__ = init  # type: ignore[method-assign]
+
+
+_PLACES: weakref.WeakKeyDictionary[PackedContext, tuple[list[int], list[int]]] = weakref.WeakKeyDictionary()
+_keep_places()
 
 
 @dataclass(frozen=True)
@@ -123,10 +141,10 @@ class Stub(nn.Module):
         """Forget the log and the call counts."""
         self.calls, self._seen = [], defaultdict(int)
 
-    def forward(self, token: Tensor, ctx: Any) -> Tensor:
+    def forward(self, token: Tensor, ctx: PackedContext) -> Tensor:
         if self.before is not None:
             self.before(len(self.calls))
-        tokens, positions, seats = token.tolist(), ctx.pos_M.tolist(), ctx.seat_M.tolist()
+        tokens, (positions, seats) = token.tolist(), _PLACES[ctx]
         assert len(tokens) == len(positions) == len(seats), "one token, position and seat a row"
         canvases: dict[int, dict[int, int]] = defaultdict(dict)
         for row_token, position, seat in zip(tokens, positions, seats):

@@ -6,6 +6,7 @@ All cases of a model run in one batch, each with its own rule, schedule, guidanc
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ LLADA, DREAM = llada_cases(), dream_cases()
 BATCHES = [(name, eos) for name in ("tiny-llada", "tiny-llada-gqa") for eos in (None, (39,), (140, 225))]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def loaded(name: str, eos_ids: tuple[int, ...] | None, method: str, max_num_seqs: int = 32) -> LLM:
     return engine(tiny_model(name, eos_ids), method, max_num_seqs=max_num_seqs)
 
@@ -87,6 +88,6 @@ def test_it_can_fail() -> None:
     """Cases with each other's parameters do not pass."""
     cases = [case for case in LLADA if case.model == "tiny-llada-gqa"]
     outputs = generate(
-        loaded("tiny-llada-gqa", None, "vanilla"), [(a.prompt, b.params) for a, b in zip(cases, cases[1:])]
+        loaded("tiny-llada-gqa", None, "vanilla"), [(a.prompt, b.params) for a, b in itertools.pairwise(cases)]
     )
     assert all(differences(output, case) for output, case in zip(outputs, cases))

@@ -32,7 +32,7 @@ QUICK = settings(
 )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def loaded(name: str, method: str) -> LLM:
     return engine(tiny_model(name, LIKED[name][:2]), method, max_num_seqs=3, max_model_len=64)
 
@@ -66,11 +66,11 @@ def endings(draw: st.DrawFn, name: str, max_tokens: int) -> dict[str, Any]:
 def rules(draw: st.DrawFn, method: str, max_tokens: int) -> dict[str, Any]:
     """One way to say how many, one to say which."""
     alg = draw(st.sampled_from(["maskgit_plus", "topk_margin", "entropy"]))
-    block_length = draw(st.sampled_from([0, 0, 1, 3, 4, 8])) if method != "window" else 0
+    block_length = draw(st.sampled_from([0, 0, 1, 3, 4, 8])) if method == "vanilla" else 0
     num_blocks = -(-max_tokens // block_length) if block_length else 1
     kinds = ["steps", "threshold", "factor", "entropy_bound", "nothing"]
     kind = draw(st.sampled_from([*kinds, "budget"] if method == "dream" else kinds))
-    out: dict[str, Any] = {"block_length": block_length}
+    out: dict[str, Any] = {"block_length": block_length} if method == "vanilla" else {}
     if method == "window":
         out["decode_window"] = draw(st.integers(1, 6))
         kind = "threshold" if kind in ("steps", "nothing") else kind
@@ -86,7 +86,7 @@ def rules(draw: st.DrawFn, method: str, max_tokens: int) -> dict[str, Any]:
         return out | {"entropy_bound": draw(st.sampled_from([0.0, 0.1, 0.7, 3.0])), "alg": "entropy"}
     steps = draw(st.sampled_from([n for n in range(1, max_tokens + 1) if max_tokens % n == 0]))
     threshold = draw(st.sampled_from([0.3, 0.6, 0.9]))
-    return {"block_length": 0, "steps": steps, "threshold": threshold, "alg": "confidence_threshold_budget"}
+    return {"steps": steps, "threshold": threshold, "alg": "confidence_threshold_budget"}
 
 
 @st.composite

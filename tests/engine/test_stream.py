@@ -19,6 +19,13 @@ LETTERS = TableTokenizer({i: bytes([97 + i]) for i in range(26)} | {26: b" ", 27
 
 def scripted(pieces: Sequence[bytes], probabilities: Sequence[float] | None = None, end: bool = False) -> LLM:
     """An engine whose answer to PROMPT spells `pieces`, one token each; then an end of text, if asked for."""
+    return scripted_stub(pieces, probabilities, end)[0]
+
+
+def scripted_stub(
+    pieces: Sequence[bytes], probabilities: Sequence[float] | None = None, end: bool = False
+) -> tuple[LLM, Stub]:
+    """The same with the stub, whose log shows every pass."""
     tokens = [*range(10, 10 + len(pieces)), *([EOS] if end else [])]
     surest = probabilities or [0.95 - 0.001 * i for i in range(len(tokens))]
 
@@ -26,10 +33,13 @@ def scripted(pieces: Sequence[bytes], probabilities: Sequence[float] | None = No
         place = view.position - 3
         return {tokens[place]: surest[place]} if 0 <= place < len(tokens) else {0: 0.1}
 
-    return engine(Stub(script), tokenizer=TableTokenizer({0: b"?"} | {10 + i: p for i, p in enumerate(pieces)}))
+    stub = Stub(script)
+    return engine(stub, tokenizer=TableTokenizer({0: b"?"} | {10 + i: p for i, p in enumerate(pieces)})), stub
 
 
-def pull(llm: LLM, params: SamplingParams, canvas: bool = False, prompt: Any = PROMPT) -> tuple[list[Any], RequestOutput]:
+def pull(
+    llm: LLM, params: SamplingParams, canvas: bool = False, prompt: Any = PROMPT
+) -> tuple[list[Any], RequestOutput]:
     """All chunks and the result; what holds for every stream is checked here."""
     chunks = list(llm.stream(prompt, params, canvas=canvas))
     assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -215,9 +225,8 @@ def test_no_canvas_unless_asked_for() -> None:
 
 
 def test_closing_early_frees_the_engine() -> None:
-    llm = scripted([b"a"] * 20)
+    llm, stub = scripted_stub([b"a"] * 20)
     baseline = llm.generate([PROMPT], each(20))[0].outputs[0]
-    stub = llm_stub(llm)
     for _ in range(40):  # more streams than there are seats
         stream = llm.stream(PROMPT, each(20))
         next(stream)
@@ -228,8 +237,7 @@ def test_closing_early_frees_the_engine() -> None:
 
 
 def test_an_unread_stream_costs_nothing() -> None:
-    llm = scripted([b"a"] * 4)
-    stub = llm_stub(llm)
+    llm, stub = scripted_stub([b"a"] * 4)
     stream = llm.stream(PROMPT, each(4))
     stream.close()
     stub.calls.clear()
@@ -277,14 +285,3 @@ def test_text_prompts() -> None:
     assert output.prompt == "cab"
     assert output.prompt_token_ids == [2, 0, 1]
     assert output.outputs[0].text == "cc"
-
-
-def llm_stub(llm: LLM) -> Stub:
-    """The stub inside an engine."""
-    for value in vars(llm).values():
-        if isinstance(value, Stub):
-            return value
-    return STUBS[id(llm)]
-
-
-STUBS: dict[int, Stub] = {}

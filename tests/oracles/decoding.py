@@ -37,7 +37,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Commit:
-    """A token became final: `position` counts from the answer's start (infilling: from the text's), `num_pass` from 1."""
+    """A token became final: `position` counts from the answer's start (infilling: the text's), `num_pass` from 1."""
 
     position: int
     token_id: int
@@ -64,6 +64,8 @@ class Prediction:
     """What one candidate would become."""
 
     position: int
+    row: int
+    """The output row that speaks for it: two positions may share one (position 0 under a shift)."""
     token_id: int
     probability: float
     lead: float
@@ -200,6 +202,7 @@ def predict(
     others[token] = 0.0
     return Prediction(
         position=position,
+        row=max(0, position - family.shift),
         token_id=token,
         probability=float(prob[token]),
         lead=float(best[0] - best[1]),
@@ -239,9 +242,10 @@ def num_adaptive(ranked: Sequence[Prediction], p: SamplingParams) -> int | None:
 
 
 def apart(first: Prediction, second: Prediction, p: SamplingParams) -> float:
-    """How far two neighbours in rank are from changing places; certain scores tie exactly, on any machine."""
+    """How far two neighbours in rank are from changing places; certain or shared scores tie exactly everywhere."""
     high, low = score_of(first, p), score_of(second, p)
-    return math.inf if high == low and high in (0.0, 1.0) else high - low
+    exact = first.row == second.row or (high == low and high in (0.0, 1.0))
+    return math.inf if exact else high - low
 
 
 def bound_distances(ranked: Sequence[Prediction], p: SamplingParams) -> list[float]:

@@ -19,9 +19,9 @@ from unmask.models.transformer import Transformer
 ROOT = Path(__file__).parents[1] / "data" / "golden"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny_model(name: str, eos_ids: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
-    """A golden checkpoint; `eos_ids` replaces its end-of-text ids. Filled here, tensor by tensor, without the loader."""
+    """A golden checkpoint, filled here without the loader; `eos_ids` replaces its end-of-text ids."""
     directory = ROOT / "models" / name
     config = ModelConfig.from_pretrained(directory)
     model = Transformer(config if eos_ids is None else dataclasses.replace(config, eos_token_ids=eos_ids), dtype=dtype)
@@ -102,7 +102,6 @@ def dream_cases() -> list[Case]:
                 steps=said["steps"],
                 alg=alg,
                 temperature=said["temperature"],
-                block_length=0,
                 ignore_eos=True,
                 trajectory=True,
                 **kept,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,20 +22,26 @@ Prompt = str | dict[str, Any]
 class Engine(Protocol):
     """What the verbs use of `unmask.LLM`."""
 
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def model(self) -> Any: ...
-    def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]: ...
-    def chat(self, messages: list[list[Message]], params: SamplingParams) -> list[RequestOutput]: ...
-    def stream(self, prompt: Prompt, params: SamplingParams, *, canvas: bool = False) -> Iterator[StreamChunk]: ...
-    def infill(self, text: str, params: SamplingParams, *, messages: list[Message] | None = None) -> RequestOutput: ...
+    tokenizer: Any
+    model: Any
+
+    def generate(self, prompts: list[str], params: SamplingParams, /) -> list[RequestOutput]: ...
+    def chat(self, messages: list[list[Message]], params: SamplingParams, /) -> list[RequestOutput]: ...
+    def stream(self, prompt: Prompt, params: SamplingParams, /, *, canvas: bool = False) -> Iterator[StreamChunk]: ...
+    def infill(
+        self, text: str, params: SamplingParams, /, *, messages: list[Message] | None = None
+    ) -> RequestOutput: ...
 
 
 def make_llm(options: dict[str, Any]) -> Engine:
     """`unmask.LLM(**options)`; torch is imported here, and only here."""
-    llm: Engine = importlib.import_module("unmask").LLM(**options)
-    return llm
+    import torch
+
+    from unmask import LLM
+
+    if str(options.get("device")).startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {options['device']!r}: torch sees no CUDA GPU; `unmask doctor` says why")
+    return LLM(**options)
 
 
 def load_llm(options: dict[str, Any], quiet: bool = False) -> Engine:

@@ -17,6 +17,10 @@ LAYOUT_ONLY = "layout tested, weights not fetched"
 NOT_HERE = "not in this checkout"
 
 
+DEFAULT_METHOD = {"llada": "confidence", "dream": "dream"}
+"""What `LLM` takes for a checkpoint that recommends nothing, by layout."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The dimensions of a transformer that decide its memory."""
@@ -69,10 +73,9 @@ class Model:
 
 def shipped_dir() -> Path | None:
     """Where the model that ships lies; None in a checkout without it."""
-    for config in [ASSETS / SHIPPED / "config.json", *sorted(ASSETS.glob("*/config.json"))]:
-        if config.exists():
-            return config.parent
-    return None
+    directory = ASSETS / SHIPPED
+    complete = (directory / "config.json").exists() and any(directory.glob("*.safetensors"))
+    return directory if complete else None
 
 
 def shipped() -> Model:
@@ -84,10 +87,8 @@ def shipped() -> Model:
 
     config = ModelConfig.from_pretrained(directory)
     sizes = Sizes(**{name: getattr(config, name) for name in Sizes.__dataclass_fields__})
-    return Model(SHIPPED, config.family, sizes, "Apache-2.0", DEFAULT_METHOD.get(config.family, "-"), TESTED)
-
-
-DEFAULT_METHOD = {"llada": "confidence", "dream": "dream"}
+    method = config.generation.get("method") or DEFAULT_METHOD[config.family]
+    return Model(SHIPPED, config.family, sizes, "Apache-2.0", method, TESTED)
 
 
 def _known(layout: str, sizes: Sizes, licences: dict[str, str | None]) -> list[Model]:

@@ -24,6 +24,7 @@ from unmask.cli.options import (
     MethodOption,
     ModelOption,
     RevisionOption,
+    TokenizerOption,
     make_params,
     with_options,
 )
@@ -91,6 +92,7 @@ def chat(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    tokenizer: TokenizerOption = None,
     system: System = None,
     show_canvas: ShowCanvas = True,
     diffusion_config: DiffusionOption = None,
@@ -100,7 +102,8 @@ def chat(
 ) -> None:
     """Talk with a model, or pipe in one message per line."""
     params = make_params(sampling, diffusion_config).replace(n=1)
-    options = {"model": model, "method": method, "dtype": dtype, "device": device, "revision": revision, **engine}
+    named = {"model": model, "method": method, "dtype": dtype, "device": device}
+    options = {**named, "revision": revision, "tokenizer": tokenizer, **engine}
     llm = _engine.load_llm(options)
     _engine.need_chat_template(llm)
     conversation = Conversation(llm, params, Console(), system, show_canvas)
@@ -148,7 +151,7 @@ def typed_lines(console: Console) -> Iterator[str]:
         import readline  # noqa: F401  (line editing and history for input())
     while True:
         try:
-            yield console.input("[bold]›[/] ")
+            yield input("› ")
         except EOFError:
             console.print()
             return

@@ -23,6 +23,7 @@ from unmask.cli.options import (
     MethodOption,
     ModelOption,
     RevisionOption,
+    TokenizerOption,
     make_params,
     with_options,
 )
@@ -82,6 +83,7 @@ def generate(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    tokenizer: TokenizerOption = None,
     raw: Raw = False,
     infill: Infill = False,
     question: Question = None,
@@ -98,7 +100,8 @@ def generate(
     if question is not None and not infill:
         raise ConfigError("--question goes with --infill; without it, the prompt is the question")
     texts = read_prompts(prompts or [])
-    options = {"model": model, "method": method, "dtype": dtype, "device": device, "revision": revision, **engine}
+    named = {"model": model, "method": method, "dtype": dtype, "device": device}
+    options = {**named, "revision": revision, "tokenizer": tokenizer, **engine}
     job = Job(_engine.load_llm(options, quiet or as_json), params, raw, infill, question)
     console = Console()
     if as_json:

@@ -32,24 +32,21 @@ class Watched:
         self.console = console
         self.end_ids = end_ids
         self.started = time.perf_counter()
-        self.chunks: dict[int, StreamChunk] = {}
-        self.seen: dict[int, int] = {}
+        self.latest: dict[int, tuple[StreamChunk, int]] = {}  # with the passes that were seen before it
 
     def take(self, chunk: StreamChunk) -> None:
         if chunk.canvas is None:
             return
-        before = self.chunks.get(chunk.index)
-        self.seen[chunk.index] = before.num_passes if before else 0
-        self.chunks[chunk.index] = chunk
+        before = self.latest.get(chunk.index)
+        self.latest[chunk.index] = (chunk, before[0].num_passes if before else 0)
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
 
     def __rich__(self) -> RenderableType:
-        order = sorted(self.chunks)
-        chunks, seen = [self.chunks[i] for i in order], [self.seen[i] for i in order]
-        return picture(chunks, seen, self.end_ids, self.seconds, self.console.size.height)
+        latest = [self.latest[i] for i in sorted(self.latest)]
+        return picture(latest, self.end_ids, self.seconds, self.console.size.height)
 
 
 @contextmanager

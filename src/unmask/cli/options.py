@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import textwrap
 import types
 import typing
@@ -20,6 +21,13 @@ from unmask.errors import ConfigError
 
 Function = Callable[..., Any]
 
+
+def _check_device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
+        raise ConfigError(f"device {name!r} is unknown; known: auto, cpu, mps, cuda, cuda:N")
+    return name
+
+
 ModelOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--model", "-m", help="A directory or a hub name; the model that ships when left out."),
@@ -29,10 +37,14 @@ MethodOption = Annotated[
     typer.Option("--method", help="A decoding method (see `unmask methods`); the model's own when left out."),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option("--device", callback=_check_device, help="auto, cpu, mps, cuda or cuda:N.")]
 RevisionOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--revision", help="Branch, tag or commit of a hub model."),
+]
+TokenizerOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--tokenizer", help="Another directory or hub name to take the tokenizer from."),
 ]
 DiffusionOption = Annotated[
     Optional[str],  # noqa: UP045
@@ -74,7 +86,7 @@ def option_type(hint: Any) -> Any:
 
 def _declaration(field: dataclasses.Field[Any]) -> str:
     """A switch that is on already has only an option that puts it off."""
-    return f"/--no-{option_name(field)[2:]}" if field.default is True else option_name(field)
+    return f" /--no-{option_name(field)[2:]}" if field.default is True else option_name(field)
 
 
 def _help(cls: type, field: dataclasses.Field[Any]) -> str:

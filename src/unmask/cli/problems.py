@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+
+from unmask.errors import ConfigError
+from unmask.problems import make_problems
 
 Steps = Optional[int]  # noqa: UP045
 
@@ -20,7 +22,11 @@ def problems(
     max_steps: Annotated[Steps, typer.Option("--max-steps", min=1, help="Most steps of arithmetic.")] = None,
 ) -> None:
     """Write word problems with their answers, one JSON object a line."""
-    optional = {"min_steps": min_steps, "max_steps": max_steps, "per_request": per_request}
-    given = {name: value for name, value in optional.items() if value is not None}
-    for problem in importlib.import_module("unmask.problems").make_problems(seed, n, split=split, **given):
+    optional = {"split": split, "min_steps": min_steps, "max_steps": max_steps, "per_request": per_request}
+    given: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+    try:
+        made = make_problems(seed, n, **given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    for problem in made:
         print(json.dumps({"question": problem["question"], "answer": problem["answer"]}, ensure_ascii=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -30,9 +29,11 @@ def train(
     device: DeviceOption = "auto",
 ) -> None:
     """Train a model."""
-    loaded = importlib.import_module("unmask.train.config").load_config(config, overrides or [])
-    importlib.import_module("unmask.train.trainer").train(
-        loaded,
+    from unmask.train.config import load_config
+    from unmask.train.trainer import train as run
+
+    run(
+        load_config(config, overrides or []),
         out,
         device=device,
         resume=resume,

@@ -91,7 +91,7 @@ def num_committed(cells: Sequence[CanvasCell], end_ids: frozenset[int]) -> int:
 
 def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     """One line about finished requests."""
-    num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    num_tokens = sum(answer.num_committed for output in outputs for answer in output.outputs)
     line = counts(num_tokens, sum(output.num_forward_passes for output in outputs), seconds)
     rate = f" · {num_tokens / seconds:.0f} tokens/s" if seconds > 0 else ""
     return (f"{plural(len(outputs), 'request')} · " if len(outputs) > 1 else "") + line + rate
@@ -112,21 +112,25 @@ class Window:
 
 
 def picture(
-    chunks: Sequence[StreamChunk],
-    seen_passes: Sequence[int],
+    latest: Sequence[tuple[StreamChunk, int]],
     end_ids: frozenset[int] = frozenset(),
     seconds: float | None = None,
     height: int = 1000,
 ) -> RenderableType:
-    """The newest chunk of each answer, one canvas under the other, and a footer with the counts."""
-    room = max(1, (height - 2) // max(1, len(chunks)) - (len(chunks) > 1))
+    """One canvas per answer, one under the other, and a footer with the counts.
+
+    Args:
+        latest: each answer's newest chunk, and the passes that an earlier picture has shown already.
+        height: lines that there are room for.
+    """
+    several = len(latest) > 1
+    room = max(1, (height - 2) // max(1, len(latest)) - several)
     parts: list[RenderableType] = []
-    for chunk, seen in zip(chunks, seen_passes):
-        if len(chunks) > 1:
-            parts.append(Text(f"answer {chunk.index + 1}", DIM))
-        parts.append(Window(canvas_text(chunk.canvas or [], end_ids, seen), room))
-    num_tokens = sum(num_committed(chunk.canvas or [], end_ids) for chunk in chunks)
-    footer = counts(num_tokens, sum(chunk.num_passes for chunk in chunks), seconds)
+    for chunk, seen in latest:
+        title = [Text(f"answer {chunk.index + 1}", DIM)] if several else []
+        parts += [*title, Window(canvas_text(chunk.canvas or [], end_ids, seen), room)]
+    num_tokens = sum(num_committed(chunk.canvas or [], end_ids) for chunk, _ in latest)
+    footer = counts(num_tokens, sum(chunk.num_passes for chunk, _ in latest), seconds)
     return Group(*parts, Text(footer, DIM, no_wrap=True, overflow="ellipsis"))
 
 

@@ -107,11 +107,11 @@ def _download(repo: str, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
-    except Exception as error:  # the hub client raises its HTTP library's own exceptions, which change between versions
-        at = f" at revision {revision!r}" if revision else ""
+    except Exception as error:  # its HTTP library's own exceptions pass through, and they change with its version
+        where = f"{repo!r} at revision {revision!r}" if revision else repr(repo)
+        cause = next(iter(str(error).strip().splitlines()), "no message")
         raise CheckpointError(
-            f"{repo!r} is no local directory, and the hub did not give it{at}: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}. "
+            f"{where} is no local directory, and the hub did not give it: {type(error).__name__}: {cause}. "
             "Check the name; for a gated model set HF_TOKEN; without a network, copy the files and give their "
             "directory, or fetch them first and set HF_HUB_OFFLINE=1"
         ) from error

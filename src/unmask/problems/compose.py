@@ -35,7 +35,7 @@ CLOSED_BY_STEP = 0.6
 """Share of chained problems whose closing question takes a step of its own."""
 DISTRACTED = 0.27
 """Share of stories that get a sentence with a number that does not matter."""
-MAX_LENGTH = 123
+MAX_LENGTH = 122
 """Longest question and answer, by `_length`: longer problems are drawn again."""
 STEPS_IN_REQUEST = 3
 """Most steps of a problem that shares its request with two or more others, so that four fit 512 tokens."""
@@ -207,11 +207,17 @@ def _add_any(draft: _Draft, parts: Sequence[Part], used: list[str], tries: int =
     return None
 
 
+def _fitting(rng: random.Random, moves: Sequence[Part], left: int) -> list[Part]:
+    """Moves of at most so many steps; in a long story mostly those of two, which tell more in fewer words."""
+    low = 2 if left >= 3 and rng.random() < 0.75 else 1
+    return [move for move in moves if low <= len(move.steps) <= left]
+
+
 def _continue(draft: _Draft, setting: Setting, used: list[str], left: int) -> bool:
     """Moves and a closer that take exactly `left` steps; False when the numbers do not allow it."""
     closing = 1 if left and draft.rng.random() < CLOSED_BY_STEP else 0
     while left > closing:
-        part = _add_any(draft, [m for m in setting.moves if len(m.steps) <= left - closing], used)
+        part = _add_any(draft, _fitting(draft.rng, setting.moves, left - closing), used)
         if part is None:
             return False
         left -= len(part.steps)
@@ -255,7 +261,7 @@ def _finish(draft: _Draft, templates: tuple[str, ...], combo: tuple[str, str, st
 def _length(text: str) -> float:
     """About how many tokens `unmask-mini` spends on a text; fitted to its tokenizer, which is made later."""
     letters = text.translate(_NO_DIGITS)
-    return len(text) - len(letters) + 0.1 * len(text) + 1.05 * letters.count(" ")
+    return 0.24 * len(text) + 0.77 * (len(text) - len(letters)) + 0.2 * letters.count(" ")
 
 
 def _check(split: str, min_steps: int, max_steps: int) -> None:

@@ -623,7 +623,7 @@ CROWD_MOVES = (
         "percent_go",
         ("In the evening, {a}% of the {items} leave.", "When it rains, {a}% of the {items} leave."),
         percent,
-        "a % v: It is {eq} {items} that leave",
+        "a % v: That is {eq} {items}",
         "v - s1: " + ARE,
     ),
 )

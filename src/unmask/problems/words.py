@@ -50,21 +50,20 @@ THINGS = _items(
     "crayon, marker, magnet, badge, key, rock, feather, comic, puzzle, balloon, map, candle, ring"
 )
 FOODS = _items(
-    "apple, pear, plum, melon, lemon, orange, egg, cookie, muffin, pie, cake, bun, roll, waffle, "
-    "tart, potato/potatoes, carrot, pepper, onion, bagel, fig, grape, nut, "
-    "donut, bean, nut bar"
+    "apple, pear, plum, melon, lemon, orange, egg, cookie, muffin, pie, cake, bun, roll, waffle, tart, "
+    "potato/potatoes, carrot, pepper, onion, bagel, fig, grape, nut, donut, bean, nut bar"
 )
 GOODS = _items(
-    "shirt, hat, scarf/scarves, belt, cap, bag, lamp, plate, cup, mug, bowl, chair, towel, pillow, brush/"
-    "brushes, ticket, plant, mat, game, kite, pan, bottle, fan, basket, clock, vase, jacket, rug"
+    "shirt, hat, pot, belt, cap, bag, lamp, plate, cup, mug, bowl, chair, rope, pillow, broom, "
+    "ticket, plant, mat, game, kite, pan, tie, fan, basket, clock, vase, jacket, rug"
 )
 TASKS = _items(
-    "push-up, sit-up, pull-up, lap, sum, page, drawing, chart, squat, jump, dive, test, hop, list, card, chore, "
-    "task, kick, spin, report, throw, lesson"
+    "lap, sum, page, flip, chart, squat, jump, dive, test, hop, bend, set, turn, chore, task, kick, spin, "
+    "throw, lesson, trick, climb, drill"
 )
 CROWDS = _items(
-    "student, adult, player, guest, visitor, dancer, singer, farmer, worker, teacher, rider, "
-    "driver, dog, cat, duck, horse, sheep/sheep, cow, goat, bird, hen, pig, rabbit, swan, fan, runner"
+    "kid, adult, player, guest, girl, boy, singer, farmer, worker, teacher, rider, "
+    "driver, dog, cat, duck, horse, sheep/sheep, cow, goat, bird, hen, pig, lion, swan, fan, seal"
 )
 BOXES = _items("box/boxes, bag, basket, jar, tray, case, bin, pack, crate, bucket")
 COLORS = ("red", "blue", "green", "black", "white", "pink", "brown", "gray")

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from unmask.cli import catalog, doctor, system
+from unmask.cli.catalog import DREAM, LAYOUT_ONLY, LLADA, PUBLISHED, TESTED, known_models
+from unmask.methods import METHODS
+
+GPU = system.Gpu("NVIDIA H200", 140 * 2**30, "570.1")
+
+
+def test_sizes_give_the_published_counts():
+    assert LLADA.num_parameters == 8_015_581_184
+    assert DREAM.num_parameters == 7_615_616_512
+    assert LLADA.kv_bytes_per_token("bfloat16") == 524_288
+    assert DREAM.memory("bfloat16", 100) == 2 * 7_615_616_512 + 100 * 57_344
+
+
+def test_default_methods_exist_and_are_the_engines():
+    from unmask.engine.llm import FAMILY_METHOD
+
+    assert catalog.DEFAULT_METHOD == FAMILY_METHOD
+    assert set(catalog.DEFAULT_METHOD.values()) <= set(METHODS)
+
+
+def test_only_the_shipped_model_is_said_to_be_tested():
+    assert {model.status for model in PUBLISHED} == {LAYOUT_ONLY}
+    assert catalog.shipped().status in (TESTED, catalog.NOT_HERE)
+
+
+def test_the_shipped_model_states_its_own_sizes(monkeypatch, tmp_path):
+    golden = Path(__file__).parents[1] / "data" / "golden" / "models" / "tiny-dream" / "config.json"
+    (tmp_path / "unmask-mini").mkdir()
+    (tmp_path / "unmask-mini" / "config.json").write_text(golden.read_text())
+    monkeypatch.setattr(catalog, "ASSETS", tmp_path)
+    assert catalog.shipped().sizes is None  # without weights it is not there
+    (tmp_path / "unmask-mini" / "model.safetensors").touch()
+    model = catalog.shipped()
+    assert (model.layout, model.status, model.sizes.num_layers) == ("dream", TESTED, 3)
+    assert model.sizes.num_parameters > 0
+
+
+def test_models_as_json_and_as_a_table(unmask):
+    rows = json.loads(unmask("models", "--json").stdout)
+    assert [row["name"] for row in rows] == [model.name for model in known_models()]
+    assert rows[1]["memory_bytes"] == LLADA.memory("bfloat16")
+    table = unmask("models").stdout
+    assert all(row["name"] in table for row in rows)
+    assert re.search(r"GSAI-ML/LLaDA-8B-Base +8.02 B +16.0 GB +16.6 GB +MIT", table)
+
+
+def test_methods_as_json_and_as_a_table(unmask):
+    rows = json.loads(unmask("methods", "--json").stdout)
+    assert [row["name"] for row in rows] == list(METHODS)
+    assert all(name in unmask("methods").stdout for name in METHODS)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine to order: attributes of `system` by name."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+    def build(gpus=(), packages=None, ram=64 * 10**9):
+        monkeypatch.setattr(system, "gpus", lambda: list(gpus))
+        monkeypatch.setattr(system, "ram_bytes", lambda: ram)
+        monkeypatch.setattr(system, "version_of", lambda name: (packages or {}).get(name, "1.0"))
+        return doctor.examine()
+
+    return build
+
+
+def found(report, word):
+    return next(finding for finding in report.findings if word in finding.what)
+
+
+def fits(report):
+    return {row["model"]: row["dtype"] for row in report.fits}
+
+
+def test_a_missing_package_is_essential(machine, unmask):
+    report = machine(packages={"torch": None})
+    assert not report.usable
+    assert found(report, "torch").fix == "pip install torch"
+    result = unmask("doctor", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["usable"] is False
+    assert "not usable" in unmask("doctor").stdout
+
+
+def test_a_cpu_machine_is_usable(machine, unmask):
+    report = machine(packages={"torch": "2.9.0+cpu", "lm-eval": None})
+    assert report.usable
+    assert found(report, "lm-eval").fix == "pip install 'unmask[eval]'"
+    assert fits(report)["GSAI-ML/LLaDA-8B-Base"] == "float32"
+    result = unmask("doctor")
+    assert result.exit_code == 0
+    assert "usable" in result.stdout
+
+
+@pytest.mark.parametrize(("ram", "dtype"), [(20 * 10**9, "bfloat16"), (10**9, None), (None, None)])
+def test_what_fits_follows_from_memory(machine, ram, dtype):
+    assert fits(machine(ram=ram))["GSAI-ML/LLaDA-8B-Base"] == dtype
+
+
+def test_a_gpu_decides_what_fits(machine):
+    report = machine(gpus=[GPU], ram=10**9, packages={"torch": "2.9.0+cu128"})
+    assert fits(report)["Dream-org/Dream-v0-Base-7B"] == "bfloat16"
+    assert found(report, "suits NVIDIA H200").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("torch", "fix"), [("2.9.0+cpu", "pip install --force-reinstall torch"), ("2.9.0+cu130", "install driver 580")]
+)
+def test_a_build_that_does_not_suit_the_gpu(machine, torch, fix):
+    report = machine(gpus=[GPU], packages={"torch": torch})
+    assert any(finding.fix.startswith(fix) for finding in report.findings)
+    assert report.usable
+
+
+def test_cached_weights_and_tokens_are_seen_but_never_shown(machine, tmp_path, monkeypatch, unmask):
+    snapshot = tmp_path / "models--GSAI-ML--LLaDA-1.5" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").touch()
+    monkeypatch.setenv("HF_TOKEN", "secret-value")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = machine()
+    assert {row["model"] for row in report.fits if row["on_disk"]} >= {"GSAI-ML/LLaDA-1.5"}
+    assert report.facts["HF_TOKEN"] == "set"
+    assert found(report, "HF_HUB_OFFLINE").fix == "unset HF_HUB_OFFLINE"
+    assert "secret-value" not in unmask("doctor").stdout + unmask("doctor", "--json").stdout
+
+
+def test_the_hub_is_asked_only_on_request(machine, monkeypatch, unmask):
+    asked = []
+    monkeypatch.setattr(system, "hub_reachable", lambda: asked.append(1) or "no route")
+    machine()
+    unmask("doctor")
+    assert asked == []
+    assert "hub unreachable: no route" in unmask("doctor", "--online").stdout
+
+
+def test_an_unreachable_hub_says_why(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "127.0.0.1:9" in system.hub_reachable(timeout=1)
+
+
+def test_lines_of_nvidia_smi():
+    assert system.parse_gpu("NVIDIA H200, 143771, 570.1") == system.Gpu("NVIDIA H200", 143771 * 2**20, "570.1")
+    assert system.parse_gpu("No devices were found") is None
+    assert system.parse_gpu("NVIDIA GB10, [N/A], 580.1") is None
+
+
+def test_where_the_hub_cache_is(monkeypatch):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    assert system.hub_cache() == Path("/somewhere/hub")
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert system.hub_cache() == Path("/cache/huggingface/hub")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_the_packages_are_those_of_the_project():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+    def names(lines):
+        return tuple(re.split(r"[>=<; ]", line)[0] for line in lines)
+
+    assert names(project["dependencies"]) == system.REQUIRED
+    extras = {name: names(lines) for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    assert extras == dict(system.EXTRAS)
