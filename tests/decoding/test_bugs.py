@@ -632,6 +632,57 @@ def test_a_bad_request_names_itself_and_harms_nothing(kind: str) -> None:
     assert [call.num_rows for call in stub.calls] == [7] * 4, "nothing of the refused call still runs"
 
 
+def test_a_pass_that_fails_harms_its_own_call_only() -> None:
+    """The error that the network raised comes out as it is, and the next call finds a whole engine."""
+    failing: list[int] = []
+
+    def before(call: int) -> None:
+        if call in failing:
+            raise FloatingPointError("the network failed")
+
+    stub = Stub(lambda _: {7: 0.3}, before=before)
+    llm = engine(stub, max_num_seqs=2)
+    params = SamplingParams(max_tokens=4, threshold=0.9, trajectory=True)
+    baseline = facts(llm.generate([GOOD], params)[0])
+    for failure in range(5):  # more often than there are seats
+        stub.calls.clear()
+        failing[:] = [failure % 3]
+        with pytest.raises(FloatingPointError, match="the network failed"):
+            llm.generate([GOOD] * 3, params)
+        failing.clear()
+        stub.calls.clear()
+        assert facts(llm.generate([GOOD], params)[0]) == baseline
+        assert [call.num_rows for call in stub.calls] == [7] * 4, "nothing of the failed call still runs"
+
+
+def test_b36_the_limit_is_exact() -> None:
+    """Prompt and answer together, without rounding to blocks; without max_tokens, what is left."""
+    llm = engine(Stub(lambda _: {7: 0.95}), max_model_len=64)
+    rule = {"threshold": 0.9, "block_length": 8}
+    assert one(llm, [1] * 57, max_tokens=7, **rule).outputs[0].token_ids == [7] * 7
+    assert len(one(llm, [1] * 60, **rule).outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match=r"(?s)57.*64") as caught:
+        one(llm, [1] * 57, max_tokens=8, **rule)
+    assert "8" in str(caught.value)
+
+
+def test_guidance_needs_two_seats() -> None:
+    """Refused before anything runs, not hung."""
+    llm = engine(Stub(lambda _: {7: 0.95}), max_num_seqs=1)
+    with pytest.raises(UnmaskError, match="max_num_seqs"):
+        one(llm, PROMPT, max_tokens=4, threshold=0.9, cfg_scale=1.0)
+    assert one(llm, PROMPT, max_tokens=4, threshold=0.9).outputs[0].token_ids == [7] * 4
+
+
+def test_more_answers_than_seats() -> None:
+    answers = one(
+        engine(Stub(flat), max_num_seqs=2), PROMPT, max_tokens=6, steps=3, temperature=1.0, n=5, seed=4
+    ).outputs
+    wide = one(engine(Stub(flat)), PROMPT, max_tokens=6, steps=3, temperature=1.0, n=5, seed=4).outputs
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in wide]
+    assert [answer.index for answer in answers] == [0, 1, 2, 3, 4]
+
+
 def test_text_without_a_tokenizer() -> None:
     llm = engine(Stub(lambda _: {7: 0.95}))
     for prompt in ("hello", ["hello"], [{"messages": [{"role": "user", "content": "hello"}]}]):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 
 from decoding.helpers import commits, engine, generate
-from oracles.golden import NAMED_REFERENCE_BUG, Case, dream_cases, llada_cases, tiny_model
+from oracles.golden import NAMED_REFERENCE_BUG, ROOT, Case, dream_cases, llada_cases, tiny_model
 from unmask import LLM, RequestOutput
 
 LLADA, DREAM = llada_cases(), dream_cases()
@@ -82,6 +82,14 @@ def test_the_request_overrules_the_method(method: str) -> None:
     """These rows differ in their defaults only: said parameters decide."""
     cases = [case for case in LLADA if case.model == "tiny-llada-gqa"]
     check(loaded("tiny-llada-gqa", None, method), cases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_from_the_directory(dtype: str) -> None:
+    """The same through the package's own loader, and in fp64."""
+    cases = [case for case in LLADA if case.model == "tiny-llada" and case.eos_ids is None]
+    check(engine(ROOT / "models" / "tiny-llada", dtype=dtype), cases)
+    check(engine(ROOT / "models" / "tiny-dream", "dream", dtype=dtype), DREAM)
 
 
 def test_it_can_fail() -> None:

@@ -61,6 +61,15 @@ def requests(settings: Sequence[dict[str, Any]], seed: int = 0) -> list[Request]
     return out
 
 
+def test_small_passes() -> None:
+    """A row limit that fits one or two canvases, and one that fits none."""
+    model, batch = tiny_model("tiny-llada"), requests(SHARED)
+    whole = [facts(output) for output in generate(engine(model), batch)]
+    for limit in (60, 5):
+        llm = engine(model, max_num_batched_tokens=limit)
+        assert [facts(output) for output in generate(llm, batch)] == whole
+
+
 def check(build: Callable[[int], LLM], batch: Sequence[Request]) -> None:
     """Alone == together == in another order == with few seats."""
     llm = build(32)

@@ -1,6 +1,8 @@
 """Random requests in random company: the engine equals the one-request oracle in ids, passes, rows, reasons and in the
 commit order, for every rule, ranking, filter, end-of-text setting and guidance, on three tiny networks.
 
+Sampled runs are replayed: each token against the distribution that the oracle gives it.
+
 Runs in which some decision was closer than fp32 rounding are not compared (about one in a hundred).
 """
 
@@ -13,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from decoding.helpers import SAFE_MARGIN, Request, assert_equal, engine, generate
-from oracles.decoding import Run, decode, family_of, network_of
+from decoding.helpers import PROBABILITY_TOLERANCE, SAFE_MARGIN, Request, assert_equal, engine, generate
+from oracles.decoding import Run, decode, family_of, network_of, predict
 from oracles.golden import tiny_model
-from unmask import LLM, SamplingParams
+from unmask import LLM, RequestOutput, SamplingParams
 
 # Ids that these networks like to predict, so that ends and bans are met, not only allowed.
 LIKED = {
@@ -134,6 +136,81 @@ def test_dream(method: str) -> None:
         compare("tiny-dream", method, batch)
 
     run()
+
+
+# --- sampling: what was drawn is replayed
+
+
+@st.composite
+def sampled(draw: st.DrawFn, name: str) -> Request:
+    max_tokens = draw(st.integers(1, 10))
+    kept = draw(rules("vanilla", max_tokens).filter(lambda said: "entropy_bound" not in said))
+    kept |= {name: value for name, value in draw(endings(name, max_tokens)).items() if name != "suppress_eos"}
+    kept |= {"temperature": draw(st.sampled_from([0.3, 0.8, 1.5])), "seed": draw(st.integers(0, 10**9))}
+    kept["temper_confidence"] = draw(st.booleans())
+    prompt = draw(st.lists(st.integers(0, 315), min_size=1, max_size=6))
+    return prompt, SamplingParams(max_tokens=max_tokens, trajectory=True, **kept)
+
+
+def replay(name: str, request: Request, output: RequestOutput) -> None:
+    """Every returned token was one that the filters keep, on the canvas of its pass, with the reported probability;
+    every commit beyond the first of a pass was within the rule."""
+    model, (prompt, params), answer = tiny_model(name, LIKED[name][:2]), request, output.outputs[0]
+    if answer.finish_reason == "stop":
+        return  # tokens behind the end were visible for a while and are not reported
+    network, family, start = network_of(model), family_of(model), len(prompt)
+    canvas = [*prompt, *[family.mask_id] * (params.max_tokens or 0)]
+    events = answer.trajectory or []
+    assert sorted(e.position for e in events) == list(range(params.max_tokens or 0))
+    assert {e.num_pass for e in events} == set(range(1, answer.num_forward_passes + 1))
+    drawn = {e.position: e.token_id for e in events}
+    for number in range(1, answer.num_forward_passes + 1):
+        logits = network(canvas)
+        now = [e for e in events if e.num_pass == number]
+        probabilities = []
+        for e in now:
+            weights_seen: list[Any] = []
+
+            def take(weights: Any, _: int, token: int = e.token_id, seen: list[Any] = weights_seen) -> int:
+                seen.append(weights)
+                return token
+
+            place = start + e.position
+            row = logits[max(0, place - family.shift)]
+            prediction = predict(row, place, e.position, family, params, False, take)
+            if prediction.gap > SAFE_MARGIN:
+                assert weights_seen[0][e.token_id] > 0, "a token that the filters drop"
+                assert abs(prediction.probability - e.probability) < PROBABILITY_TOLERANCE
+            probabilities.append(e.probability)
+        ranked = sorted(probabilities, reverse=True)
+        for n, probability in enumerate(ranked[1:], 2):
+            if params.threshold is not None:
+                assert probability >= params.threshold - PROBABILITY_TOLERANCE
+            if params.factor is not None:
+                assert probability >= 1 - params.factor / (n + 1) - PROBABILITY_TOLERANCE
+        for e in now:
+            canvas[start + e.position] = drawn[e.position]
+
+
+@pytest.mark.parametrize("name", ["tiny-llada-gqa", "tiny-dream"])
+def test_sampled_tokens(name: str) -> None:
+    @QUICK
+    @given(st.lists(sampled(name), min_size=1, max_size=3))
+    def run(batch: list[Request]) -> None:
+        for request, output in zip(batch, generate(loaded(name, "vanilla"), batch), strict=True):
+            replay(name, request, output)
+
+    run()
+
+
+def test_the_replay_can_fail() -> None:
+    """It notices a request that was served without its filter, and tempered probabilities."""
+    params = SamplingParams(max_tokens=10, steps=5, temperature=1.5, seed=3, ignore_eos=True, trajectory=True)
+    output = generate(loaded("tiny-llada", "vanilla"), [(PROMPT, params)])[0]
+    replay("tiny-llada", (PROMPT, params), output)
+    for other in (params.replace(top_k=1), params.replace(temper_confidence=True)):
+        with pytest.raises(AssertionError):
+            replay("tiny-llada", (PROMPT, other), output)
 
 
 PROMPT = [5, 9, 200, 31]

@@ -221,6 +221,36 @@ def test_no_canvas_unless_asked_for() -> None:
     assert all(chunk.canvas is None for chunk in chunks)
 
 
+def test_b34_several_answers_at_once() -> None:
+    """Each chunk belongs to one answer; joined by index they are the answers of the call without a stream."""
+
+    def script(_: View) -> Mapping[int, float]:
+        return dict.fromkeys(range(26), 1 / 26)
+
+    llm = engine(Stub(script), tokenizer=LETTERS)
+    params = SamplingParams(max_tokens=6, steps=6, temperature=1.0, seed=2, n=3)
+    chunks = list(llm.stream(PROMPT, params))
+    whole = llm.generate([PROMPT], params)[0]
+    assert len({answer.text for answer in whole.outputs}) == 3
+    for answer in whole.outputs:
+        assert "".join(chunk.delta for chunk in chunks if chunk.index == answer.index) == answer.text
+    assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].output.outputs == whole.outputs
+
+
+def test_stop_strings_of_one_answer_spare_the_others() -> None:
+    def script(_: View) -> Mapping[int, float]:
+        return dict.fromkeys(range(26), 1 / 26)
+
+    llm = engine(Stub(script), tokenizer=LETTERS)
+    said = {"max_tokens": 12, "steps": 12, "temperature": 1.0, "seed": 2, "n": 4}
+    free = llm.generate([PROMPT], SamplingParams(**said))[0].outputs
+    letter = next(text for text in free[0].text if sum(text in other.text for other in free) < 4)
+    for answer, plain in zip(llm.generate([PROMPT], SamplingParams(stop=letter, **said))[0].outputs, free):
+        assert answer.text == plain.text.split(letter)[0]
+        assert answer.finish_reason == ("stop" if letter in plain.text else "length")
+
+
 # --- life of a stream
 
 
