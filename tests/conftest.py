@@ -1,4 +1,4 @@
-"""What every test may use: one thread for torch, and the request helpers."""
+"""What every test runs under: one thread for torch."""
 
 from __future__ import annotations
 

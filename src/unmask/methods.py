@@ -71,7 +71,7 @@ class Method:
         """
         unread = _GEOMETRY - set(FRONTIERS[self.frontier])
         for name in sorted(unread):
-            if getattr(params, name) is not None:
+            if getattr(params, name):  # None is not said, and block_length=0 is the whole canvas
                 takers = [row.name for row in METHODS.values() if name in FRONTIERS[row.frontier]]
                 raise ConfigError(f"method {self.name!r} does not read {name}; methods that do: {', '.join(takers)}")
         if params.alg == "origin" and self.schedule != "dream":

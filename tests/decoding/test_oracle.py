@@ -27,7 +27,7 @@ LIKED = {
     "tiny-dream": (152, 200, 10, 105, 182, 290, 109, 225),
 }
 QUICK = settings(
-    max_examples=35,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

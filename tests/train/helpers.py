@@ -15,7 +15,8 @@ SMALL = [
     "run.validate_every=0",
     "run.log_every=1",
 ]
-SMALL += [f"stage.{name}.{key}" for name in ("uniform", "blocks", "long") for key in ("steps=3", "batch_size=4", "warmup=2")]
+STAGES = ("uniform", "blocks", "long")
+SMALL += [f"stage.{name}.{key}" for name in STAGES for key in ("steps=3", "batch_size=4", "warmup=2")]
 
 
 def small_config(*overrides):

@@ -41,4 +41,5 @@ def uniform(seed_S: Tensor, pos_1N: Tensor, pass_S: Tensor, purpose: int) -> Ten
 def gumbel(uniform_SN: Tensor) -> Tensor:
     """Gumbel noise from uniform numbers; adding it to log-weights and sorting draws without replacement."""
     tiny = torch.finfo(torch.float32).tiny
-    return -torch.log(-torch.log(uniform_SN.clamp(min=tiny)).clamp(min=tiny))
+    exponential_SN = -torch.log(uniform_SN.clamp(min=tiny))
+    return -torch.log(exponential_SN.clamp(min=tiny))

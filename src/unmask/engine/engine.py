@@ -55,6 +55,7 @@ class Engine:
         """Queue a answer."""
         self.scheduler.add(answer)
 
+    @torch.inference_mode()
     def abort(self, answer: Answer) -> None:
         """Forget a answer, wherever it is; others are not touched. Nothing happens if it is done."""
         for seat in self.scheduler.release(answer):
@@ -178,10 +179,11 @@ class Engine:
         canvas, seat, start = self.canvas, answer.seat, len(answer.prompt_ids)
         end = int(canvas.end_S[seat])
         raw: list[int] = canvas.token_SN[seat, start:end].tolist()
-        ids, reason, stop = _without_end(raw, answer), "length", None
-        tail: int | str | None = raw[len(ids)] if len(ids) < len(raw) else None
-        if tail is not None:
-            reason, stop = "stop", tail if tail in answer.params.stop_token_ids else None
+        ids = _without_end(raw, answer)
+        reason, stop = "length", None  # type: tuple[str, int | str | None]
+        if len(ids) < len(raw):
+            ending = raw[len(ids)]
+            reason, stop = "stop", ending if ending in answer.params.stop_token_ids else None
         tracker = answer.tracker
         if tracker is not None and tracker.match is not None:
             ids, reason, stop = ids[: tracker.match.num_tokens], "stop", tracker.match.stop

@@ -36,9 +36,20 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 def _device(device: str | torch.device) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device, proven to be there.
+
+    Raises:
+        ConfigError: torch does not know it, or finds none of its kind.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {str(device)!r} cannot be used ({reason}); use 'cpu', 'cuda' or 'auto'") from error
+    return found
 
 
 @dataclass
@@ -99,7 +110,9 @@ class LLM:
         config = self.model.config
         chosen = method or config.generation.get("method") or FAMILY_METHOD.get(config.family, "confidence")
         self.method = chosen if isinstance(chosen, Method) else method_named(chosen)
-        self.max_model_len = min(self.engine_config.max_model_len or config.max_positions, config.max_positions)
+        self.max_model_len = self.engine_config.max_model_len or config.max_positions
+        if self.max_model_len > config.max_positions:
+            raise ConfigError(f"max_model_len {self.max_model_len} is over the model's {config.max_positions} positions")
         known = self.tokenizer is not None and hasattr(self.tokenizer, "unknown_ids")
         unknown = self.tokenizer.unknown_ids(config.vocab_size) if known else []
         self.engine = Engine(
@@ -206,6 +219,8 @@ class LLM:
         length = len(prompt_ids) + len(answer_ids)
         if length > self.max_model_len:
             raise RequestError(f"request {at} needs {length} positions, the limit is {self.max_model_len}")
+        for name in ("suppress_token_ids", "stop_token_ids"):
+            self._check_ids(list(getattr(said, name)), f"request {at}, {name}")
         if said.cfg_scale > 0 and not prompt_ids:
             raise RequestError(
                 f"request {at}: cfg_scale {said.cfg_scale} compares with a masked prompt and there is none"

@@ -104,7 +104,8 @@ def draw_blocks(rows: Rows, lengths: tuple[int, ...], draw_B2: Tensor) -> tuple[
     The index is one of the blocks up to the one with the first end-of-text: decoding stops there, so a later block
     never has clean blocks before it.
     """
-    length_K = torch.tensor(lengths, device=draw_B2.device)
+    # filled on the device: a copy from the host would wait for the steps before
+    length_K = torch.cat([torch.full((1,), length, device=draw_B2.device) for length in lengths])
     length_B = length_K[(draw_B2[:, 0] * len(lengths)).long().clamp_max(len(lengths) - 1)]
     num_B = torch.div(rows.end_B - rows.prompt_B, length_B, rounding_mode="floor") + 1
     return length_B, torch.minimum((draw_B2[:, 1] * num_B).long(), num_B - 1)

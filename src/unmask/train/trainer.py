@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,8 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} is asked for, and torch {torch.__version__} finds no GPU; use device='cpu'")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # tables and generators are kept by full name
     return device
 
 
@@ -174,13 +177,7 @@ class _Run:
         longest = max(stage.length for stage in self.config.stages)
         if longest > self.model.config.max_positions:
             raise ConfigError(f"a stage has length {longest}, above max_positions {self.model.config.max_positions}")
-        self.model.rope.reserve(self.model.config.max_positions, self.params_device)
-
-    @property
-    def params_device(self) -> torch.device:
-        """Where the weights are, with the index that "cuda" leaves out."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        self.model.rope.reserve(self.model.config.max_positions, self.device)
 
     # --- the saved state ---
 
@@ -223,10 +220,10 @@ class _Run:
             logs.trim_csv(self.out / name, self.step)
 
     def _check_same_model(self, saved: Mapping[str, Any]) -> None:
-        mine = self.model.config.to_dict()
+        mine = json.loads(json.dumps(self.model.config.to_dict()))
         for key in sorted({*mine, *saved}):
             a, b = saved.get(key), mine.get(key)
-            if a != b and list(a or ()) != list(b or ()):
+            if a != b:
                 raise ConfigError(f"the saved run has a model with {key} = {a!r}, this config has {b!r}")
 
     # --- stages ---
