@@ -20,7 +20,6 @@ REQUIRED = (
     "transformers",
     "jinja2",
     "huggingface_hub",
-    "pydantic",
     "typer",
     "rich",
 )

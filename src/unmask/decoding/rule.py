@@ -108,13 +108,12 @@ def _by_entropy(neg_entropy_SN: Tensor, bound_S: Tensor, order_SN: Tensor, candi
 def _rescued(commit_SN: Tensor, open_SN: Tensor, rank_SN: Tensor, group_SN: Tensor, params: DecodeParams) -> Tensor:
     """The best open candidate of every group in which nothing commits."""
     num_seats, capacity = commit_SN.shape
-    slot_SN = torch.where(open_SN & (group_SN >= 0), group_SN, capacity)
-    spare = torch.zeros(num_seats, capacity + 1, dtype=torch.bool, device=commit_SN.device)
-    busy_SK = spare.scatter_reduce(1, slot_SN, commit_SN, "amax")
-    best_SK = torch.full_like(spare, capacity, dtype=rank_SN.dtype).scatter_reduce(1, slot_SN, rank_SN, "amin")
-    is_best_SN = rank_SN == best_SK.gather(1, slot_SN)
-    due_SN = open_SN & (group_SN >= 0) & params.rescue_S[:, None]
-    return due_SN & is_best_SN & ~busy_SK.gather(1, slot_SN)
+    grouped_SN = open_SN & (group_SN >= 0)
+    group_SN = torch.where(grouped_SN, group_SN, capacity)  # everything else meets in one spare group
+    claim_SN = rank_SN.masked_fill(commit_SN, -1)  # a commit outranks all: nobody else is the group's best then
+    best_SK = torch.full((num_seats, capacity + 1), capacity, dtype=rank_SN.dtype, device=rank_SN.device)
+    best_SK.scatter_reduce_(1, group_SN, claim_SN, "amin")
+    return grouped_SN & params.rescue_S[:, None] & (rank_SN == best_SK.gather(1, group_SN))
 
 
 def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, candidate_SN: Tensor, commit_SN: Tensor) -> None:

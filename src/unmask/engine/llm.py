@@ -112,7 +112,7 @@ class LLM:
         self.method = chosen if isinstance(chosen, Method) else method_named(chosen)
         self.max_model_len = self.engine_config.max_model_len or config.max_positions
         if self.max_model_len > config.max_positions:
-            raise ConfigError(f"max_model_len {self.max_model_len} is over the model's {config.max_positions} positions")
+            raise ConfigError(f"max_model_len {self.max_model_len} is over the model's limit of {config.max_positions}")
         known = self.tokenizer is not None and hasattr(self.tokenizer, "unknown_ids")
         unknown = self.tokenizer.unknown_ids(config.vocab_size) if known else []
         self.engine = Engine(
