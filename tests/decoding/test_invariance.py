@@ -35,7 +35,7 @@ SHARED: list[dict[str, Any]] = [
     {"threshold": 0.6, "max_tokens": 16, "block_length": 8, "temperature": 1.2, "seed": 12, "top_p": 0.9},
     {"steps": 6, "max_tokens": 6, "block_length": 0, "remasking": "random", "seed": 13},
     {"steps": 5, "max_tokens": 11, "block_length": 0, "alg": "entropy", "alg_temp": 0.4, "seed": 14},
-    {"steps": 4, "max_tokens": 8, "block_length": 4, "temperature": 0.9, "seed": 16, "min_p": 0.1, "cfg_scale": 0.7},
+    {"steps": 4, "max_tokens": 8, "block_length": 4, "temperature": 2.5, "seed": 16, "min_p": 0.1, "cfg_scale": 0.7},
     {"threshold": 0.9, "max_tokens": 1, "block_length": 0},
 ]
 DREAM: list[dict[str, Any]] = [
