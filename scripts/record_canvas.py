@@ -34,13 +34,11 @@ SVG = """\
 }}
 {styles}
 </style>
-<defs><clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>
-{lines}</defs>
-<rect fill="#16181d" x="1" y="1" width="{terminal_width}" height="{terminal_height}" rx="8"/>
-<g transform="translate(9, 24)" clip-path="url(#{unique_id}-clip-terminal)">
+<defs>{lines}</defs>
+<rect fill="#16181d" width="100%" height="100%" rx="8"/>
+<g transform="translate(9, 24)">
 {backgrounds}
-<g class="{unique_id}-matrix">
+<g class="{unique_id}-matrix" xml:space="preserve">
 {matrix}
 </g></g></svg>
 """

@@ -1,4 +1,4 @@
-"""What is recomputed in a pass? The protocol of cache policies, and the one that caches nothing.
+"""What is recomputed in a pass? The protocol of cache policies, and those that need nothing but the canvas.
 
 S seats, N positions.
 """
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import OPEN, TO_SEAL, Canvas
 
 
 class CachePolicy(Protocol):
@@ -25,6 +25,24 @@ class Recompute:
 
     def rows(self, canvas: Canvas) -> Tensor:
         return canvas.visible_SN()
+
+
+class Dual:
+    """Fast-dLLM's dual cache: the whole canvas when a block begins, then the rows of that block only."""
+
+    def rows(self, canvas: Canvas) -> Tensor:
+        block_S1 = canvas.current_block_S()[:, None]
+        inside_SN = canvas.block_SN == block_S1
+        begun_S = (inside_SN & (canvas.commit_pass_SN > 0)).any(1)  # something of it was committed before
+        return canvas.visible_SN() & (inside_SN | ~begun_S[:, None])
+
+
+class BlockCausal:
+    """D2F: the blocks in flight, and those that are complete and run once more before they are left alone."""
+
+    def rows(self, canvas: Canvas) -> Tensor:
+        state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
+        return canvas.visible_SN() & (state_SN >= OPEN) & (state_SN <= TO_SEAL)
 
 
 POLICIES: dict[str, type[Recompute]] = {"recompute": Recompute}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CLOSED, OPEN, FULL, TO_SEAL, SEALED = range(5)  # states of a block, in the order it goes through them
 GIVEN = 0  # commit_pass of a position that came with the request
 UNDECIDED = -1
 
@@ -52,10 +53,24 @@ class Canvas:
     """bool: takes part in the next pass."""
     leader_S: Tensor
     """int32: for the twin of a guided seat, the seat that it follows; -1 otherwise."""
+    block_state_SK: Tensor
+    """uint8: CLOSED .. SEALED of each block, for frontiers that keep several blocks in flight; K = 0 for others."""
+    pending_pos_SZ: Tensor
+    """int64: positions of the drafts that the next pass tries, -1 none; Z = 0 without a drafter."""
+    pending_token_SZ: Tensor
+    """int64: their tokens."""
 
     @classmethod
-    def empty(cls, num_seats: int, capacity: int, mask_token_id: int, device: torch.device | str) -> Canvas:
-        """All seats free."""
+    def empty(
+        cls,
+        num_seats: int,
+        capacity: int,
+        mask_token_id: int,
+        device: torch.device | str,
+        num_blocks: int = 0,
+        num_pending: int = 0,
+    ) -> Canvas:
+        """All seats free. ``num_blocks`` is the most blocks of a canvas whose state is kept, the prompt's included."""
 
         def full(shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -77,6 +92,9 @@ class Canvas:
             rows_S=full(seats, 0, torch.int64),
             active_S=full(seats, False, torch.bool),
             leader_S=full(seats, -1, torch.int32),
+            block_state_SK=full((num_seats, num_blocks), CLOSED, torch.uint8),
+            pending_pos_SZ=full((num_seats, num_pending), -1, torch.int64),
+            pending_token_SZ=full((num_seats, num_pending), -1, torch.int64),
         )
 
     @property
@@ -101,6 +119,11 @@ class Canvas:
     def undecided_SN(self) -> Tensor:
         """Positions still to be decided. A twin decides nothing: it follows its leader."""
         return self.visible_SN() & ~self.final_SN & (self.leader_S < 0)[:, None]
+
+    def current_block_S(self) -> Tensor:
+        """[S] the leftmost block with something undecided; beyond all blocks when there is none."""
+        beyond = torch.iinfo(self.block_SN.dtype).max
+        return torch.where(self.undecided_SN(), self.block_SN, beyond).amin(1)
 
     def place(self, seat: int, token_N: Tensor, *, prompt: int, block_N: Tensor, leader: int = -1) -> None:
         """Take a seat: ``token_N`` int [L] holds the prompt, given tokens, and MASK where the answer is to be found.
@@ -131,6 +154,9 @@ class Canvas:
             state[seat] = value
         for state in (self.pass_S, self.sched_S, self.carry_S, self.rows_S):
             state[seat] = 0
+        self.pending_pos_SZ[seat] = -1
+        self.block_state_SK[seat] = CLOSED
+        self.block_state_SK[seat, :1] = TO_SEAL  # the prompt is decided; one pass and its rows are left alone
 
     def release(self, seat: int) -> None:
         """Free a seat."""
@@ -140,19 +166,23 @@ class Canvas:
 
     def grown(self, num_seats: int, capacity: int) -> Canvas:
         """A larger canvas with the same seats in the same places."""
-        larger = Canvas.empty(num_seats, capacity, self.mask_token_id, self.device)
+        sizes = (self.block_state_SK.shape[1], self.pending_pos_SZ.shape[1])
+        larger = Canvas.empty(num_seats, capacity, self.mask_token_id, self.device, *sizes)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
         return larger
 
-    def commit(self, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, eos_SE: Tensor) -> None:
+    def commit(
+        self, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, eos_SE: Tensor, *, new_pass: bool = True
+    ) -> None:
         """Make ``chosen`` positions final and end the canvas at the leftmost end of text of the answer.
 
         A later commit may move the end left, never right; an end-of-text id of the prompt means nothing. Counts the
-        pass of every active seat.
+        pass of every active seat, unless these commits belong to a pass that was counted.
         """
-        self.pass_S += self.active_S.int()
+        if new_pass:
+            self.pass_S += self.active_S.int()
         self.token_SN.copy_(torch.where(chosen_SN, token_SN.int(), self.token_SN))
         self.commit_prob_SN.copy_(torch.where(chosen_SN, prob_SN, self.commit_prob_SN))
         own_pass_SN = self.pass_S[:, None].to(torch.int16)

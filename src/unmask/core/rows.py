@@ -5,8 +5,9 @@ S seats, N positions, M rows, C scored positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from unmask.core.canvas import Canvas
@@ -47,3 +48,64 @@ def pack(canvas: Canvas, recompute_SN: Tensor) -> RowPlan:
         row_SN=row_SN,
         num_rows_S=num_rows_S,
     )
+
+
+def slots(wanted_SN: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The wanted positions of each seat, ascending, in ``width`` slots: int64 [S, width], N where a slot is empty.
+
+    Also how many did not fit, [S]. No value leaves the device, so this can be captured.
+    """
+    num_seats, capacity = wanted_SN.shape
+    place_SN = wanted_SN.cumsum(1) - 1
+    place_SN = torch.where(wanted_SN & (place_SN < width), place_SN, width)
+    pos_SN = torch.arange(capacity, device=wanted_SN.device).expand(num_seats, capacity)
+    out = torch.full((num_seats, width + 1), capacity, dtype=torch.int64, device=wanted_SN.device)
+    out = out.scatter_(1, place_SN, pos_SN)[:, :width]
+    return out, (wanted_SN.sum(1) - width).clamp(min=0)
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """One pass of fixed shape: Q rows a seat, of which some are padding. Entries are places in a seat's dense cache:
+    the canvas, then scratch, then one entry that is written and never read."""
+
+    token_SQ: Tensor
+    pos_SQ: Tensor
+    write_SQ: Tensor
+    """Entry that takes the row's K/V."""
+    see_SQ: Tensor
+    """Rows see canvas entries [0, see) that are not shadowed."""
+    valid_SQ: Tensor
+    live_SJ: Tensor
+    """Entries of the live list."""
+    live_bits_SQJ: Tensor
+    """bool: which of them each row sees."""
+    shadow_SN: Tensor
+    """bool: canvas entries that the sweep leaves out, since the live list has that position."""
+
+
+def canvas_rows(canvas: Canvas, recompute_SN: Tensor, see_SN: Tensor, num_rows: int, trash: int) -> FixedPlan:
+    """Rows for the positions ``recompute``, each writing its own canvas entry; nothing is live."""
+    slot_SQ, _ = slots(recompute_SN, num_rows)
+    valid_SQ = slot_SQ < canvas.capacity
+    pos_SQ = slot_SQ.clamp(max=canvas.capacity - 1)
+    nothing = torch.zeros(*pos_SQ.shape, 0, dtype=torch.bool, device=pos_SQ.device)
+    return FixedPlan(
+        token_SQ=canvas.token_SN.gather(1, pos_SQ),
+        pos_SQ=pos_SQ,
+        write_SQ=torch.where(valid_SQ, pos_SQ, trash),
+        see_SQ=torch.where(valid_SQ, see_SN.gather(1, pos_SQ), 0),
+        valid_SQ=valid_SQ,
+        live_SJ=pos_SQ[:, :0],
+        live_bits_SQJ=nothing,
+        shadow_SN=torch.zeros_like(recompute_SN),
+    )
+
+
+def join(plan: FixedPlan, scratch: FixedPlan) -> FixedPlan:
+    """Two parts of one pass. The second brings live list and shadow; its bits cover the rows of both parts."""
+
+    def both(name: str) -> Tensor:
+        return torch.cat((getattr(plan, name), getattr(scratch, name)), 1)
+
+    return replace(scratch, **{name: both(name) for name in ("token_SQ", "pos_SQ", "write_SQ", "see_SQ", "valid_SQ")})

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import CLOSED, FULL, OPEN, SEALED, TO_SEAL, Canvas
 from unmask.decoding.params import DecodeParams
 
 
@@ -23,6 +23,8 @@ class FrontierView:
     """bool: undecided positions that may be decided now."""
     rescue_group_SN: Tensor
     """int64: a group in which nothing commits gets its best candidate committed; -1: no such promise."""
+    see_SN: Tensor
+    """int32: a row at this position sees the positions [0, see)."""
 
 
 class Frontier(Protocol):
@@ -33,26 +35,25 @@ class Frontier(Protocol):
         ...
 
 
-def _one_group(candidate_SN: Tensor) -> FrontierView:
+def _one_group(canvas: Canvas, candidate_SN: Tensor) -> FrontierView:
     """Every seat's candidates are one group: a pass that may commit commits at least one token of each request."""
-    return FrontierView(candidate_SN, torch.where(candidate_SN, 0, -1))
+    see_SN = canvas.end_S[:, None].expand(-1, canvas.capacity)
+    return FrontierView(candidate_SN, torch.where(candidate_SN, 0, -1), see_SN)
 
 
 class Whole:
     """Anywhere on the canvas."""
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:  # noqa: ARG002
-        return _one_group(canvas.undecided_SN())
+        return _one_group(canvas, canvas.undecided_SN())
 
 
 class Blocks:
     """In the leftmost block that has something undecided (semi-autoregressive)."""
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:  # noqa: ARG002
-        undecided_SN = canvas.undecided_SN()
-        beyond = torch.iinfo(canvas.block_SN.dtype).max
-        current_S = torch.where(undecided_SN, canvas.block_SN, beyond).amin(1)
-        return _one_group(undecided_SN & (canvas.block_SN == current_S[:, None]))
+        in_current_SN = canvas.block_SN == canvas.current_block_S()[:, None]
+        return _one_group(canvas, canvas.undecided_SN() & in_current_SN)
 
 
 class Window:
@@ -60,7 +61,84 @@ class Window:
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
         undecided_SN = canvas.undecided_SN()
-        return _one_group(undecided_SN & (undecided_SN.cumsum(1) <= params.window_S[:, None]))
+        return _one_group(canvas, undecided_SN & (undecided_SN.cumsum(1) <= params.window_S[:, None]))
+
+
+class Pipeline:
+    """Several blocks in flight (D2F, arXiv 2508.09192; the order of events is that of the reference).
+
+    A block is added once the last one is decided to `tau_add`, at most one a step; it decides tokens above the
+    threshold only, until its predecessor is decided to `tau_act`: from then on it is fully activated, for good, and
+    promised a commit in every step. `advance` before the forward, `retire` after the commits.
+    """
+
+    def __init__(self, *, stop_adding_only: bool = False) -> None:
+        self.stop_adding_only = stop_adding_only
+        """The reference's end of text: blocks in flight are finished, no more are added, and nothing is cut."""
+
+    def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
+        if self.stop_adding_only:
+            self._stop_adding(canvas, params)
+        self._add(canvas, params)
+        self._activate(canvas, params)
+        state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
+        candidate_SN = canvas.undecided_SN() & ((state_SN == OPEN) | (state_SN == FULL))
+        group_SN = torch.where(candidate_SN & (state_SN == FULL), canvas.block_SN.long(), -1)
+        return FrontierView(candidate_SN, group_SN, self._see(canvas))
+
+    def retire(self, canvas: Canvas) -> None:
+        """Blocks that ran once since they were complete are sealed; complete ones without an unfinished predecessor
+        are due for that last pass."""
+        state_SK, active_S1 = canvas.block_state_SK, canvas.active_S[:, None]
+        sealed_SK = torch.where(state_SK == TO_SEAL, SEALED, state_SK)
+        masks_SK, _ = _masks_and_sizes(canvas)
+        flying_SK = (state_SK == OPEN) | (state_SK == FULL)
+        done_SK = flying_SK & ((masks_SK > 0).cumsum(1) == 0)
+        state_SK.copy_(torch.where(active_S1, torch.where(done_SK, TO_SEAL, sealed_SK), state_SK))
+
+    def _see(self, canvas: Canvas) -> Tensor:
+        """A row sees up to the end of its own block."""
+        zeros_SK = torch.zeros_like(canvas.block_state_SK, dtype=torch.int32)
+        end_SN = torch.where(canvas.visible_SN(), canvas.pos_1N() + 1, 0)
+        return zeros_SK.scatter_reduce(1, canvas.block_SN.long(), end_SN, "amax").gather(1, canvas.block_SN.long())
+
+    def _add(self, canvas: Canvas, params: DecodeParams) -> None:
+        state_SK, (masks_SK, size_SK) = canvas.block_state_SK, _masks_and_sizes(canvas)
+        last_S1 = ((state_SK >= OPEN).sum(1, keepdim=True) - 1).clamp(min=0)
+        next_S1 = (last_S1 + 1).clamp(max=state_SK.shape[1] - 1)
+        exists_S1 = (size_SK.gather(1, next_S1) > 0) & (state_SK.gather(1, next_S1) == CLOSED)
+        ready_S1 = _ratio(masks_SK, size_SK).gather(1, last_S1) >= params.tau_add_S[:, None]
+        flying_S1 = ((state_SK >= OPEN) & (state_SK <= FULL)).sum(1, keepdim=True)
+        opens_S1 = exists_S1 & ready_S1 & (flying_S1 < params.depth_S[:, None]) & canvas.active_S[:, None]
+        now_S1 = state_SK.gather(1, next_S1)
+        state_SK.scatter_(1, next_S1, torch.where(opens_S1, OPEN, now_S1))
+
+    def _activate(self, canvas: Canvas, params: DecodeParams) -> None:
+        state_SK = canvas.block_state_SK
+        ripe_SK = _ratio(*_masks_and_sizes(canvas)) >= params.tau_act_S[:, None]
+        after_SK = torch.cat((torch.zeros_like(ripe_SK[:, :1]), ripe_SK[:, :-1]), 1)
+        state_SK.copy_(torch.where((state_SK == OPEN) & after_SK, FULL, state_SK))
+
+    def _stop_adding(self, canvas: Canvas, params: DecodeParams) -> None:
+        is_end_SN = (canvas.token_SN[:, :, None] == params.eos_SE[:, None, :]).any(-1)
+        decided_SN = canvas.final_SN & canvas.visible_SN() & (canvas.commit_pass_SN > 0)
+        seen_S = (is_end_SN & decided_SN).any(1)
+        state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
+        last_S = torch.where(canvas.visible_SN() & (state_SN >= OPEN), canvas.pos_1N() + 1, 0).amax(1)
+        canvas.end_S.copy_(torch.where(seen_S, torch.minimum(canvas.end_S, last_S.int()), canvas.end_S))
+
+
+def _masks_and_sizes(canvas: Canvas) -> tuple[Tensor, Tensor]:
+    """Undecided positions and visible positions of each block, [S, K]."""
+    zeros_SK = torch.zeros_like(canvas.block_state_SK, dtype=torch.int32)
+    block_SN = canvas.block_SN.long()
+    masks_SK = zeros_SK.scatter_add(1, block_SN, canvas.undecided_SN().int())
+    return masks_SK, zeros_SK.scatter_add(1, block_SN, canvas.visible_SN().int())
+
+
+def _ratio(masks_SK: Tensor, size_SK: Tensor) -> Tensor:
+    """Decided share of each block; blocks that are not there count as undecided."""
+    return torch.where(size_SK > 0, 1 - masks_SK / size_SK.clamp(min=1), 0.0)
 
 
 FRONTIERS: dict[str, type[Whole] | type[Blocks] | type[Window]] = {"whole": Whole, "blocks": Blocks, "window": Window}

@@ -80,6 +80,16 @@ class SeatParams:
     """Ids that are never predicted."""
     ban_softmax: tuple[int, ...]
     """Ids whose probability is 0: they leave the softmax."""
+    strict: bool = False
+    """The threshold itself does not pass (D2F)."""
+    tau_add: float = 0.1
+    """Pipeline: a block is added once the last one is decided to this share."""
+    tau_act: float = 0.95
+    """Pipeline: a block is fully activated once its predecessor is decided to this share."""
+    depth: int = 1 << 30
+    """Pipeline: most blocks in flight."""
+    gamma: float = 0.8
+    """TwoPass: least probability of a verified token."""
 
     @property
     def needs(self) -> Needs:
@@ -161,9 +171,21 @@ def seat_params(
     )
 
 
-_REAL = ("threshold", "factor", "entropy_bound", "alg_temp", "temperature", "top_p", "min_p", "guidance")
-_WHOLE = ("score_kind", "window", "top_k", "min_tokens")
-_SWITCH = ("carries", "rescue", "temper")
+_REAL = (
+    "tau_add",
+    "tau_act",
+    "gamma",
+    "threshold",
+    "factor",
+    "entropy_bound",
+    "alg_temp",
+    "temperature",
+    "top_p",
+    "min_p",
+    "guidance",
+)
+_WHOLE = ("score_kind", "window", "top_k", "min_tokens", "depth")
+_SWITCH = ("carries", "rescue", "temper", "strict")
 
 
 class DecodeParams:
@@ -184,6 +206,11 @@ class DecodeParams:
     carries_S: Tensor
     rescue_S: Tensor
     temper_S: Tensor
+    strict_S: Tensor
+    tau_add_S: Tensor
+    tau_act_S: Tensor
+    depth_S: Tensor
+    gamma_S: Tensor
 
     def __init__(self, num_seats: int, num_steps: int, device: torch.device | str) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

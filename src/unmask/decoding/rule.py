@@ -72,7 +72,7 @@ def _cap(canvas: Canvas, params: DecodeParams) -> Tensor:
 
 def _accepted(canvas: Canvas, scores: Scores, params: DecodeParams, order_SN: Tensor, candidate_SN: Tensor) -> Tensor:
     prob_SN, threshold_S1 = scores.prob_SN, params.threshold_S[:, None]
-    accepted_SN = prob_SN >= threshold_S1
+    accepted_SN = (prob_SN >= threshold_S1) & ~(params.strict_S[:, None] & (prob_SN == threshold_S1))
     if params.needs.factor:
         accepted_SN = accepted_SN | _by_factor(prob_SN, params.factor_S, order_SN)
     if params.needs.entropy_bound:

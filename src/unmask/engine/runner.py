@@ -11,12 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unmask import ops
 from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan
 from unmask.core.scores import Scores
 from unmask.decoding.params import DecodeParams
-from unmask.decoding.sample import TOKEN, uniform
+from unmask.engine.scoring import predict
 from unmask.engine.stats import Stats
 from unmask.models.attention import AttentionContext, PackedContext, RopeTable
 from unmask.models.config import ModelConfig
@@ -74,7 +73,7 @@ class Runner:
         hidden_CD = hidden_MD[wanted.row_C]
         if params.needs.guided:
             hidden_CD = _guided(hidden_CD, hidden_MD, plan, wanted, params)
-        stats = self._stats(hidden_CD, wanted, canvas, params)
+        stats = predict(hidden_CD, self.model.head, self._banned_b, wanted.seat_C, wanted.pos_C, canvas, params)
         scores = Scores.empty(canvas.num_seats, canvas.capacity, canvas.device)
         at = (wanted.seat_C, wanted.pos_C)
         scores.scored_SN[at] = True
@@ -95,25 +94,6 @@ class Runner:
         ran_C = row_C >= 0
         return _Wanted(seat_C[ran_C], pos_C[ran_C], row_C[ran_C], source_C[ran_C])
 
-    def _stats(self, hidden_CD: Tensor, wanted: _Wanted, canvas: Canvas, params: DecodeParams) -> ops.LogitStats:
-        needs, seat_C = params.needs, wanted.seat_C
-        ban_argmax_CB = ban_softmax_CB = None
-        if needs.banned or needs.stats_banned:
-            early_C = wanted.pos_C < canvas.prompt_S[seat_C] + params.min_tokens_S[seat_C]
-            early_CE = torch.where(early_C[:, None], params.eos_SE[seat_C].long(), -1)
-            ban_argmax_CB = torch.cat((params.ban_argmax_SB[seat_C], early_CE), 1)
-            ban_softmax_CB = torch.cat((params.ban_softmax_SB[seat_C], early_CE), 1)
-        return ops.logit_stats(
-            hidden_CD,
-            self.model.head,
-            banned_b=self._banned_b,
-            ban_argmax_CB=ban_argmax_CB,
-            ban_softmax_CB=ban_softmax_CB if needs.stats_banned else None,
-            sampling=_sampling(wanted, canvas, params) if needs.sampled or needs.filtered else None,
-            margin=needs.margin,
-            entropy=needs.entropy,
-        )
-
 
 def _guided(hidden_CD: Tensor, hidden_MD: Tensor, plan: RowPlan, wanted: _Wanted, params: DecodeParams) -> Tensor:
     """Classifier-free guidance on hidden rows, u + (w + 1)(c - u): exact, since the head is linear."""
@@ -124,16 +104,3 @@ def _guided(hidden_CD: Tensor, hidden_MD: Tensor, plan: RowPlan, wanted: _Wanted
     scale_C = params.guidance_S[wanted.seat_C].to(hidden_CD.dtype)
     mixed_CD = without_CD + (scale_C[:, None] + 1) * (hidden_CD - without_CD)
     return torch.where(guided_C[:, None], mixed_CD, hidden_CD)
-
-
-def _sampling(wanted: _Wanted, canvas: Canvas, params: DecodeParams) -> ops.Sampling:
-    seat_C = wanted.seat_C
-    chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, TOKEN)
-    return ops.Sampling(
-        params.temperature_S[seat_C],
-        params.top_p_S[seat_C],
-        params.top_k_S[seat_C],
-        params.min_p_S[seat_C],
-        params.temper_S[seat_C],
-        chance_SN[seat_C, wanted.pos_C],
-    )

@@ -36,8 +36,6 @@ def forward_logits(model: Transformer, token_BN: Tensor, see_B: Tensor) -> Tenso
     return logits
 
 
-def forward_loss(
-    model: Transformer, token_BN: Tensor, see_B: Tensor, target_BN: Tensor, weight_BN: Tensor
-) -> Tensor:
+def forward_loss(model: Transformer, token_BN: Tensor, see_B: Tensor, target_BN: Tensor, weight_BN: Tensor) -> Tensor:
     """Forward and loss in one function: what is compiled."""
     return weighted_loss(forward_logits(model, token_BN, see_B), target_BN, weight_BN)

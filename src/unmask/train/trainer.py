@@ -447,5 +447,3 @@ class _Run:
             logs.plot_loss(log, self.out / "loss.png")
         except MissingDependencyError as error:
             self.progress.say(str(error))
-
-

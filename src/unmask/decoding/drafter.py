@@ -1,0 +1,250 @@
+"""What is tried ahead? Drafters add scratch rows, whose K/V no canvas row ever sees, and say what they proved.
+
+S seats, N positions, Q canvas rows, Z pending drafts, B block positions, V = Z + 1 views, J live entries,
+T context rows, K searched positions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unmask.core.canvas import Canvas
+from unmask.core.rows import FixedPlan, join
+from unmask.core.scores import Scores
+from unmask.decoding.params import DecodeParams
+
+
+def first_best(key: Tensor) -> Tensor:
+    """Index of the largest entry along the last axis, the leftmost on ties on every device."""
+    index = torch.arange(key.shape[-1], device=key.device)
+    return torch.where(key == key.amax(-1, keepdim=True), index, key.shape[-1]).amin(-1).clamp(max=key.shape[-1] - 1)
+
+
+def scatter_positions(capacity: int, pos: Tensor, valid: Tensor, value: Tensor, empty: float) -> Tensor:
+    """[S, N] with ``value`` [S, W] at ``pos`` where ``valid``, ``empty`` elsewhere."""
+    out = torch.full((pos.shape[0], capacity + 1), empty, dtype=value.dtype, device=value.device)
+    return out.scatter_(1, torch.where(valid, pos, capacity), value)[:, :capacity]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a drafter proved: commits, and the scores that the rule goes on from."""
+
+    accepted_SN: Tensor
+    token_SN: Tensor
+    prob_SN: Tensor
+    scores: Scores
+
+
+class Nested:
+    """FreeDave (arXiv 2510.00294): views of the current block with 1, 2, ... of the pending drafts filled in.
+
+    All views run in one pass. Draft z + 1 is accepted when the view before it, on its own, would have committed just
+    that token there; so the answer is that of one token a pass with the same cache. View 0 is the canvas itself.
+    Expects one commit a pass and ranking by probability.
+    """
+
+    def __init__(self, num_drafts: int, block_width: int) -> None:
+        self.num_drafts, self.block_width = num_drafts, block_width
+        self.num_scratch = num_drafts * block_width
+
+    def _block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """Positions of the current block [S, B], and which of them exist."""
+        current_S1 = canvas.current_block_S()[:, None]
+        inside_SN = canvas.visible_SN() & (canvas.block_SN == current_S1)
+        start_S = torch.where(inside_SN, canvas.pos_1N(), canvas.capacity).amin(1)
+        pos_SB = start_S[:, None] + torch.arange(self.block_width, device=start_S.device)
+        exists_SB = (pos_SB < canvas.capacity) & inside_SN.gather(1, pos_SB.clamp(max=canvas.capacity - 1).long())
+        return pos_SB.clamp(max=canvas.capacity - 1).long(), exists_SB
+
+    def _views(self, canvas: Canvas, pos_SB: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of views 1.. [S, Z, B], and where a draft stands in them."""
+        here_SZB = canvas.pending_pos_SZ[:, :, None] == pos_SB[:, None, :]
+        token_SZB = torch.where(here_SZB, canvas.pending_token_SZ[:, :, None], 0).cumsum(1)
+        placed_SZB = here_SZB.cumsum(1) > 0
+        base_SB = canvas.token_SN.gather(1, pos_SB).long()
+        return torch.where(placed_SZB, token_SZB, base_SB[:, None, :]), placed_SZB
+
+    def rows(self, canvas: Canvas, plan: FixedPlan) -> FixedPlan:
+        """The pass with the views' rows: they see the canvas without this block, and their own block."""
+        pos_SB, exists_SB = self._block(canvas)
+        token_SZB, _ = self._views(canvas, pos_SB)
+        drafted_SZ = canvas.pending_pos_SZ >= 0
+        valid_SZB = exists_SB[:, None, :] & drafted_SZ[:, :, None]
+        num_seats, trash = len(pos_SB), canvas.capacity + self.num_scratch
+        entry_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SB.device)
+        valid_SX = valid_SZB.flatten(1)
+        has_drafts_S1 = drafted_SZ.any(1, keepdim=True)
+        return join(
+            plan,
+            FixedPlan(
+                token_SQ=token_SZB.flatten(1).to(plan.token_SQ.dtype),
+                pos_SQ=pos_SB.repeat(1, self.num_drafts),
+                write_SQ=torch.where(valid_SX, entry_X, trash),
+                see_SQ=torch.where(valid_SX, canvas.end_S[:, None], 0),
+                valid_SQ=valid_SX,
+                live_SJ=torch.cat((pos_SB, entry_X.expand(num_seats, -1)), 1),
+                live_bits_SQJ=self._bits(plan, exists_SB & has_drafts_S1, valid_SZB),
+                shadow_SN=(canvas.block_SN == canvas.current_block_S()[:, None]) & has_drafts_S1,
+            ),
+        )
+
+    def _bits(self, plan: FixedPlan, base_SB: Tensor, valid_SZB: Tensor) -> Tensor:
+        """Canvas rows hold the bits of the block's canvas entries, a view's rows those of the view."""
+        num_seats, num_views, width = valid_SZB.shape
+        own_ZZ = torch.eye(num_views, dtype=torch.bool, device=base_SB.device)
+        views = own_ZZ[None, :, None, :, None] & valid_SZB[:, None, None, :, :]
+        views = views.expand(-1, -1, width, -1, -1).reshape(num_seats, num_views * width, num_views * width)
+        canvas = base_SB[:, None, :].expand(-1, plan.pos_SQ.shape[1], -1)
+        off_canvas = views.new_zeros(num_seats, canvas.shape[1], num_views * width)
+        off_views = views.new_zeros(num_seats, num_views * width, width)
+        return torch.cat((torch.cat((canvas, off_canvas), 2), torch.cat((off_views, views), 2)), 1)
+
+    def scored_rows(self, plan: FixedPlan) -> Tensor:
+        """Rows of the pass that the views are scored from, [S, Z * B]."""
+        first = plan.pos_SQ.shape[1] - self.num_scratch
+        return torch.arange(first, plan.pos_SQ.shape[1], device=plan.pos_SQ.device).expand(len(plan.pos_SQ), -1)
+
+    def settle(self, canvas: Canvas, scores: Scores, token_SX: Tensor, prob_SX: Tensor) -> Verdict:
+        """Accept the longest run of drafts; go on from the scores of the last view that stands."""
+        pos_SB, exists_SB = self._block(canvas)
+        _, placed_SZB = self._views(canvas, pos_SB)
+        shape = placed_SZB.shape
+        token_SVB = torch.cat((scores.token_SN.gather(1, pos_SB)[:, None], token_SX.view(shape)), 1)
+        prob_SVB = torch.cat((scores.prob_SN.gather(1, pos_SB)[:, None], prob_SX.view(shape)), 1)
+        open_SB = exists_SB & ~canvas.final_SN.gather(1, pos_SB)
+        open_SVB = torch.cat((open_SB[:, None], open_SB[:, None] & ~placed_SZB), 1)
+        next_SV = first_best(prob_SVB.masked_fill(~open_SVB, -1))
+        next_pos_SV = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV[..., None])[..., 0]
+        next_token_SV = token_SVB.gather(2, next_SV[..., None])[..., 0]
+        next_prob_SV = prob_SVB.gather(2, next_SV[..., None])[..., 0]
+        agree_SZ = (next_pos_SV[:, :-1] == canvas.pending_pos_SZ) & (next_token_SV[:, :-1] == canvas.pending_token_SZ)
+        agree_SZ = (~(agree_SZ & open_SVB[:, :-1].any(2))).cumsum(1) == 0
+        last_S = agree_SZ.sum(1)
+        chosen = last_S[:, None, None].expand(-1, 1, self.block_width)
+        open_last_SB = open_SVB.gather(1, chosen)[:, 0]
+
+        def on_canvas(value_SB: Tensor, other_SN: Tensor) -> Tensor:
+            there_SN = scatter_positions(canvas.capacity, pos_SB, open_last_SB, torch.ones_like(open_last_SB), 0)
+            return torch.where(
+                there_SN, scatter_positions(canvas.capacity, pos_SB, open_last_SB, value_SB, 0), other_SN
+            )
+
+        def accepted(value_SZ: Tensor) -> Tensor:
+            return scatter_positions(canvas.capacity, canvas.pending_pos_SZ, agree_SZ, value_SZ, 0)
+
+        return Verdict(
+            accepted(torch.ones_like(agree_SZ)),
+            accepted(canvas.pending_token_SZ),
+            accepted(next_prob_SV[:, :-1]),
+            Scores(
+                scores.scored_SN,
+                on_canvas(token_SVB.gather(1, chosen)[:, 0], scores.token_SN),
+                on_canvas(prob_SVB.gather(1, chosen)[:, 0], scores.prob_SN),
+                scores.margin_SN,
+                scores.neg_entropy_SN,
+            ),
+        )
+
+    def propose(self, canvas: Canvas, scores: Scores, candidate_SN: Tensor) -> None:
+        """Pending for the next pass: the most probable of what is still undecided in this block."""
+        open_SN = candidate_SN & canvas.undecided_SN() & scores.scored_SN
+        key_SN = scores.prob_SN.masked_fill(~open_SN, -1)
+        best_SZ = key_SN.argsort(dim=1, descending=True, stable=True)[:, : self.num_drafts]
+        there_SZ = open_SN.gather(1, best_SZ)
+        canvas.pending_pos_SZ.copy_(torch.where(there_SZ, best_SZ, -1))
+        canvas.pending_token_SZ.copy_(torch.where(there_SZ, scores.token_SN.gather(1, best_SZ), -1))
+
+
+@dataclass(frozen=True)
+class Search:
+    """Positions under verification, most confident first, and their drafts."""
+
+    pos_SK: Tensor
+    token_SK: Tensor
+    valid_SK: Tensor
+
+
+class TwoPass:
+    """Flash-Verify (arXiv 2609.26796): a second pass looks at the next candidates with and without their drafts.
+
+    Rows of the second pass: context (the latest decided positions), drafts, and MASK at the same positions; all
+    write scratch. In ``strict`` isolation the MASK row of a position reads nothing that has seen its own draft: later
+    searched positions come from the cache, as the first pass wrote them. The reference's isolation, live MASK rows
+    throughout, leaks from the second layer on.
+    """
+
+    def __init__(self, *, num_context: int = 16, num_search: int = 8, strict: bool = True) -> None:
+        self.num_context, self.num_search, self.strict = num_context, num_search, strict
+        self.num_scratch = num_context + 2 * num_search
+
+    def search(self, canvas: Canvas, scores: Scores, candidate_SN: Tensor) -> Search:
+        """The most confident candidates that the rule left undecided."""
+        open_SN = candidate_SN & canvas.undecided_SN() & scores.scored_SN
+        key_SN = scores.prob_SN.masked_fill(~open_SN, -1)
+        best_SK = key_SN.argsort(dim=1, descending=True, stable=True)[:, : self.num_search]
+        return Search(best_SK, scores.token_SN.gather(1, best_SK), open_SN.gather(1, best_SK))
+
+    def rows(self, canvas: Canvas, search: Search) -> FixedPlan:
+        """The second pass."""
+        context_ST, has_context_ST = self._context(canvas)
+        busy_S1 = search.valid_SK.any(1, keepdim=True)
+        valid_SQ = torch.cat((has_context_ST & busy_S1, search.valid_SK, search.valid_SK), 1)
+        pos_SQ = torch.cat((context_ST, search.pos_SK, search.pos_SK), 1)
+        mask_SK = torch.full_like(search.token_SK, canvas.mask_token_id)
+        token_SQ = torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1)
+        entry_Q = canvas.capacity + torch.arange(self.num_scratch, device=pos_SQ.device)
+        live_valid_SJ = torch.cat((valid_SQ, search.valid_SK), 1)
+        hidden_SN = scatter_positions(canvas.capacity, pos_SQ, valid_SQ, torch.ones_like(valid_SQ), 0)
+        return FixedPlan(
+            token_SQ=token_SQ,
+            pos_SQ=pos_SQ,
+            write_SQ=torch.where(valid_SQ, entry_Q, canvas.capacity + self.num_scratch),
+            see_SQ=torch.where(valid_SQ, canvas.end_S[:, None], 0),
+            valid_SQ=valid_SQ,
+            live_SJ=torch.cat((entry_Q.expand(len(pos_SQ), -1), search.pos_SK), 1),
+            live_bits_SQJ=self._table(pos_SQ.device)[None] & live_valid_SJ[:, None, :],
+            shadow_SN=hidden_SN,
+        )
+
+    def _context(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """Latest commits first, then the rightmost of what was given; fewer if fewer are decided."""
+        decided_SN = canvas.final_SN & canvas.visible_SN()
+        key_SN = canvas.commit_pass_SN.long() * canvas.capacity + canvas.pos_1N()
+        latest_ST = key_SN.masked_fill(~decided_SN, -1).argsort(dim=1, descending=True, stable=True)
+        latest_ST = latest_ST[:, : self.num_context]
+        return latest_ST, decided_SN.gather(1, latest_ST)
+
+    def _table(self, device: torch.device) -> Tensor:
+        """Who sees which live entry: rows and columns [context | drafts | masks], and the cached masks as columns.
+
+        Each row sees every searched position once: its draft if it comes earlier in order, a MASK otherwise.
+        """
+        num_context, K = self.num_context, self.num_search
+        order_K = torch.arange(K, device=device)
+        earlier_KK, later_KK = order_K[:, None] > order_K, order_K[:, None] < order_K
+        none_KK, self_KK = torch.zeros_like(earlier_KK), order_K[:, None] == order_K
+        all_TK = torch.ones(num_context, K, dtype=torch.bool, device=device)
+        live_later_KK, cached_later_KK = (none_KK, later_KK) if self.strict else (later_KK, none_KK)
+        live_TK, cached_TK = (~all_TK, all_TK) if self.strict else (all_TK, ~all_TK)
+        context = torch.cat((all_TK.new_ones(num_context, num_context), ~all_TK, live_TK, cached_TK), 1)
+        sees_context = all_TK.new_ones(K, num_context)
+        drafts = torch.cat((sees_context, earlier_KK | self_KK, live_later_KK, cached_later_KK), 1)
+        masks = torch.cat((sees_context, earlier_KK, live_later_KK | self_KK, cached_later_KK), 1)
+        return torch.cat((context, drafts, masks))
+
+    def accept(
+        self, canvas: Canvas, search: Search, token_SK: Tensor, prob_SK: Tensor, params: DecodeParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Commits (bool, token, probability, all [S, N]): the longest run that the MASK rows agree with, each at
+        least as sure as gamma."""
+        agrees_SK = search.valid_SK & (token_SK == search.token_SK) & (prob_SK >= params.gamma_S[:, None])
+        agrees_SK = (~agrees_SK).cumsum(1) == 0
+
+        def on_canvas(value_SK: Tensor) -> Tensor:
+            return scatter_positions(canvas.capacity, search.pos_SK, agrees_SK, value_SK, 0)
+
+        return on_canvas(torch.ones_like(agrees_SK)), on_canvas(search.token_SK), on_canvas(prob_SK)

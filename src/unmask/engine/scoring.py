@@ -1,0 +1,55 @@
+"""Predictions for canvas positions, by each seat's own parameters.
+
+C scored rows, D hidden size, V vocabulary, b ids banned for all, B and E banned and ending ids of a seat
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unmask import ops
+from unmask.core.canvas import Canvas
+from unmask.decoding.params import DecodeParams
+from unmask.decoding.sample import TOKEN, uniform
+
+
+def predict(
+    hidden_CD: Tensor,
+    head_VD: Tensor,
+    banned_b: Tensor,
+    seat_C: Tensor,
+    pos_C: Tensor,
+    canvas: Canvas,
+    params: DecodeParams,
+) -> ops.LogitStats:
+    """Token and confidence of each row, for the position it scores. Nothing leaves the device."""
+    needs = params.needs
+    ban_argmax_CB = ban_softmax_CB = None
+    if needs.banned or needs.stats_banned:
+        early_C = pos_C < canvas.prompt_S[seat_C] + params.min_tokens_S[seat_C]
+        early_CE = torch.where(early_C[:, None], params.eos_SE[seat_C].long(), -1)
+        ban_argmax_CB = torch.cat((params.ban_argmax_SB[seat_C], early_CE), 1)
+        ban_softmax_CB = torch.cat((params.ban_softmax_SB[seat_C], early_CE), 1)
+    return ops.logit_stats(
+        hidden_CD,
+        head_VD,
+        banned_b=banned_b,
+        ban_argmax_CB=ban_argmax_CB,
+        ban_softmax_CB=ban_softmax_CB if needs.stats_banned else None,
+        sampling=_sampling(seat_C, pos_C, canvas, params) if needs.sampled or needs.filtered else None,
+        margin=needs.margin,
+        entropy=needs.entropy,
+    )
+
+
+def _sampling(seat_C: Tensor, pos_C: Tensor, canvas: Canvas, params: DecodeParams) -> ops.Sampling:
+    chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, TOKEN)
+    return ops.Sampling(
+        params.temperature_S[seat_C],
+        params.top_p_S[seat_C],
+        params.top_k_S[seat_C],
+        params.min_p_S[seat_C],
+        params.temper_S[seat_C],
+        chance_SN[seat_C, pos_C],
+    )

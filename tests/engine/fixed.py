@@ -1,0 +1,142 @@
+"""Builds fixed-shape steps for tests: requests in the rule's terms, placed into the seats of one canvas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from unmask.cache.dense import DenseCache
+from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Recompute
+from unmask.config import SamplingParams
+from unmask.core import layout
+from unmask.core.canvas import Canvas
+from unmask.decoding.drafter import Nested, TwoPass
+from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Whole
+from unmask.decoding.params import DecodeParams, Needs, SeatParams, seat_params
+from unmask.engine.step import Budgets, FixedStep
+from unmask.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of fixed shape."""
+
+    prompt: Sequence[int]
+    length: int
+    block_length: int
+    params: SeatParams
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + self.length
+
+
+def case(prompt: Sequence[int], params: SamplingParams, eos: tuple[int, ...] = (), **more: Any) -> Case:
+    """A request from sampling parameters; ``more`` sets the rule's own fields."""
+    assert params.max_tokens is not None
+    block = params.block_length or params.max_tokens
+    sizes = [min(block, params.max_tokens - start) for start in range(0, params.max_tokens, block)]
+    rule = seat_params(params, kind="even", masks_per_block=sizes, model_eos=eos, seed=params.seed or 0)
+    return Case(prompt, params.max_tokens, params.block_length or 0, replace(rule, **more))
+
+
+def d2f(prompt: Sequence[int], settings: dict[str, Any]) -> Case:
+    """A D2F request as the reference runs it: whole blocks only, a strict threshold."""
+    block = settings["block_size"]
+    alg = {"neg_entropy": "entropy", "margin_confidence": "topk_margin"}.get(settings.get("sampling_strategy"))
+    said = SamplingParams(
+        max_tokens=settings["max_new_tokens"] // block * block,
+        block_length=block,
+        threshold=settings["skip_threshold"],
+        alg=alg,
+    )
+    return case(
+        prompt,
+        said,
+        (settings["eos_token_id"],),
+        strict=True,
+        tau_add=settings["block_add_threshold"],
+        tau_act=settings["decoded_token_threshold"],
+    )
+
+
+def make_step(
+    model: Transformer,
+    cases: Sequence[Case],
+    *,
+    seats: int | None = None,
+    frontier: Frontier | None = None,
+    policy: CachePolicy | None = None,
+    drafter: Nested | TwoPass | None = None,
+    needs: Needs | None = None,
+) -> FixedStep:
+    """A step with the cases in seats 0, 1, ...; further seats stay empty."""
+    seats = seats or len(cases)
+    device, dtype = model.head.device, model.head.dtype
+    capacity = max(each.size for each in cases)
+    num_blocks = 2 + max(each.length // max(each.block_length, 1) for each in cases) + 1
+    num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
+    mask = model.config.mask_token_id
+    canvas = Canvas.empty(seats, capacity, mask, device, num_blocks, num_pending)
+    params = DecodeParams(seats, max(1, *(len(each.params.quota) for each in cases)), device)
+    cache = DenseCache.empty(model.config, seats, capacity, drafter.num_scratch if drafter else 0, device, dtype)
+    model.rope.reserve(capacity, device)
+    step = FixedStep(
+        model,
+        canvas,
+        params,
+        cache,
+        Budgets(capacity, capacity),
+        frontier=frontier or Blocks(),
+        policy=policy or Recompute(),
+        drafter=drafter,
+    )
+    for seat, each in enumerate(cases):
+        place(step, seat, each)
+    if needs is not None:
+        params.needs = needs
+    return step
+
+
+def place(step: FixedStep, seat: int, each: Case) -> None:
+    """Admit a request into a free seat, in place."""
+    needs = step.params.needs
+    length = each.size
+    token_N = torch.tensor([*each.prompt, *[step.canvas.mask_token_id] * each.length], dtype=torch.int32)
+    block_N = layout.blocks(length, len(each.prompt), each.block_length)
+    step.canvas.place(seat, token_N, prompt=len(each.prompt), block_N=block_N)
+    step.params.write(seat, each.params)
+    step.params.needs |= needs
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer, its steps, and the own pass of every commit."""
+
+    token_ids: list[int]
+    num_passes: int
+    commit_pass: list[int]
+
+
+def result(step: FixedStep, seat: int, each: Case) -> Result:
+    start, end = len(each.prompt), int(step.canvas.end_S[seat])
+    row = step.canvas.token_SN[seat, start:end].tolist()
+    return Result(row, int(step.canvas.pass_S[seat]), step.canvas.commit_pass_SN[seat, start:end].tolist())
+
+
+@torch.inference_mode()
+def run(step: FixedStep, cases: Sequence[Case], limit: int = 400) -> list[Result]:
+    """Step until every seat is done."""
+    for _ in range(limit):
+        if not bool(step.canvas.active_S.any()):
+            return [result(step, seat, each) for seat, each in enumerate(cases)]
+        step()
+        assert not step.readback[:, 6].any(), "a budget overflowed"
+    raise AssertionError(f"unfinished after {limit} steps")
+
+
+__all__ = ["BlockCausal", "Blocks", "Case", "Dual", "Nested", "Pipeline", "Result", "TwoPass", "Whole", "case", "d2f"]
+__all__ += ["make_step", "place", "result", "run"]

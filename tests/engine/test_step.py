@@ -1,0 +1,74 @@
+"""The fixed-shape step is the same decoding: equal to the references in mixed batches, and free of host decisions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run
+
+from unmask.config import SamplingParams
+from unmask.models.loading import load_model
+from unmask.models.transformer import Transformer
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+MODELS = ("tiny-llada", "tiny-llada-gqa")
+
+
+def load(name: str, model: str) -> list[dict[str, Any]]:
+    return [each for each in json.loads((GOLDEN / f"{name}.json").read_text())["cases"] if each["model"] == model]
+
+
+def tiny(name: str) -> Transformer:
+    return load_model(GOLDEN / "models" / name, dtype="float32")
+
+
+def llada(each: dict[str, Any]) -> Case:
+    """A golden case of the LLaDA families; guidance and bans of end-of-text are the engine's other tests' business."""
+    s = each["settings"]
+    said = {name: s[name] for name in ("threshold", "factor") if s.get(name) is not None} or {"steps": s["steps"]}
+    params = SamplingParams(max_tokens=s["gen_length"], block_length=s["block_length"], **said)
+    return case(each["prompt_ids"], params)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_schedule_threshold_and_factor_in_one_batch(name: str) -> None:
+    golden = [each for f in ("llada_vanilla", "llada_threshold", "llada_factor") for each in load(f, name)]
+    golden = [
+        g for g in golden if "eosinf" not in g["id"] and not g["settings"].get("cfg_scale") and g["id"] != "factor-10"
+    ]
+    cases = [llada(each) for each in golden]
+    for got, want in zip(run(make_step(tiny(name), cases, seats=len(cases) + 2), cases), golden):
+        assert got.token_ids == want["output_ids"], want["id"]
+        assert got.num_passes == want["nfe"], want["id"]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "block-causal"])
+@pytest.mark.parametrize("name", MODELS)
+def test_d2f_in_one_batch(name: str, policy: str) -> None:
+    """Pipelined blocks; the exact cache and no cache give the same tokens in the same passes."""
+    golden = load("d2f_llada", name)
+    cases = [d2f(each["prompt_ids"], each["settings"]) for each in golden]
+    chosen = {"policy": BlockCausal()} if policy == "block-causal" else {}
+    step = make_step(tiny(name), cases, frontier=Pipeline(stop_adding_only=True), **chosen)
+    for got, want in zip(run(step, cases), golden):
+        assert got.token_ids == want["output_ids"], want["id"]
+        assert got.num_passes == want["nfe"], want["id"]
+        order = {pos: number + 1 for number, each in enumerate(want["steps"]) for pos in each["pos"]}
+        assert got.commit_pass == [order[pos] for pos in range(len(order))], want["id"]
+
+
+def test_freedave_dual_in_one_batch() -> None:
+    golden = [each for each in load("freedave_llada", "tiny-llada") if each["settings"]["dual_cache"]]
+    cases = []
+    for each in golden:
+        s = each["settings"]
+        params = SamplingParams(max_tokens=s["gen_length"], block_length=s["block_length"], steps=s["gen_length"])
+        cases.append(case(each["prompt_ids"], params, quota=(1,) * s["gen_length"]))
+    drafter = Nested(num_drafts=3, block_width=max(each.block_length for each in cases))
+    for got, want in zip(run(make_step(tiny("tiny-llada"), cases, policy=Dual(), drafter=drafter), cases), golden):
+        assert got.token_ids == want["output_ids"] == want["static_output_ids"], want["id"]
+        assert got.num_passes == want["nfe"] < want["static_nfe"], want["id"]
