@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run
 
+from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run
 from unmask.config import SamplingParams
 from unmask.models.loading import load_model
 from unmask.models.transformer import Transformer

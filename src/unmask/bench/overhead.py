@@ -48,7 +48,7 @@ def bare_forward(model: Transformer, token_BN: Tensor) -> Tensor:
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
+        return torch.rms_norm(x, (x.shape[-1],), weight, config.norm_eps)
 
     def rotate(x: Tensor) -> Tensor:
         low, high = x.chunk(2, -1)
@@ -65,8 +65,7 @@ def bare_forward(model: Transformer, token_BN: Tensor) -> Tensor:
         gate, up = F.linear(norm(x, layer.mlp_norm.weight), layer.mlp.gate_up.weight).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, layer.mlp.down.weight)
     assert isinstance(model.norm, Norm)
-    out: Tensor = norm(x, model.norm.weight)
-    return out
+    return norm(x, model.norm.weight)
 
 
 def our_forward(model: Transformer, token_BN: Tensor) -> Tensor:
@@ -77,7 +76,8 @@ def our_forward(model: Transformer, token_BN: Tensor) -> Tensor:
     see_S = torch.full((num_seqs,), length, device=token_BN.device)
     ctx = PackedContext(pos_M, seat_M, pos_M, num_seqs, length, see_S, model.rope)
     hidden: Tensor = model(token_BN.flatten(), ctx)
-    return hidden.unflatten(0, token_BN.shape)
+    out: Tensor = hidden.unflatten(0, token_BN.shape)
+    return out
 
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:

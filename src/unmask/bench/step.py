@@ -1,0 +1,259 @@
+"""Is a step one program? Capture it, compare replay with eager step by step, count its kernels and time its parts.
+
+S seats, N positions
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.bench.environment import environment
+from unmask.cache.dense import DenseCache
+from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Recompute
+from unmask.config import SamplingParams
+from unmask.core import layout
+from unmask.core.canvas import Canvas
+from unmask.decoding.drafter import Nested, TwoPass
+from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Window
+from unmask.decoding.params import DecodeParams, Needs, seat_params
+from unmask.engine.graphs import CapturedStep, Readback
+from unmask.engine.step import Budgets, FixedStep
+from unmask.models.config import ModelConfig
+from unmask.models.transformer import Transformer
+from unmask.ops import LogitStats
+
+BLOCK = 16
+ALL_NEEDS = Needs(**dict.fromkeys(vars(Needs()), True))
+LEAN = Needs()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One composition of the axes."""
+
+    name: str
+    frontier: Callable[[], Frontier]
+    policy: Callable[[], CachePolicy]
+    drafter: Callable[[], Nested | TwoPass | None] = lambda: None
+
+
+KINDS = (
+    Kind("blocks", Blocks, Recompute),
+    Kind("window", Window, Recompute),
+    Kind("pipeline", Pipeline, BlockCausal),
+    Kind("nested", Blocks, Dual, lambda: Nested(num_drafts=3, block_width=BLOCK)),
+    Kind("two-pass", Blocks, Recompute, TwoPass),
+)
+
+
+def random_model(num_layers: int, hidden: int, vocab_size: int, dtype: torch.dtype, device: str) -> Transformer:
+    """A network of LLaDA's shape with random weights; sharp enough that thresholds are met now and then."""
+    heads = hidden // 64
+    config = ModelConfig(
+        family="llada",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=64,
+        intermediate_size=3 * hidden,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+        qkv_bias=False,
+        tie_embeddings=False,
+        max_positions=4096,
+        logit_shift=0,
+        mask_token_id=vocab_size - 1,
+        eos_token_ids=(vocab_size - 2,),
+        pad_token_id=vocab_size - 2,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = Transformer(config, device=device, dtype=dtype)
+    model.init_weights(std=0.08)
+    return model
+
+
+def build(
+    kind: Kind, model: Transformer, seats: int, capacity: int, budgets: Budgets, needs: Needs, cls: type[FixedStep]
+) -> FixedStep:
+    """An empty step of this kind."""
+    drafter, device = kind.drafter(), model.head.device
+    num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
+    canvas = Canvas.empty(seats, capacity, model.config.mask_token_id, device, capacity // BLOCK + 3, num_pending)
+    params = DecodeParams(seats, 256, device)
+    params.needs = needs
+    num_scratch = drafter.num_scratch if drafter else 0
+    cache = DenseCache.empty(model.config, seats, capacity, num_scratch, device, model.head.dtype)
+    model.rope.reserve(capacity, device)
+    return cls(model, canvas, params, cache, budgets, frontier=kind.frontier(), policy=kind.policy(), drafter=drafter)
+
+
+def admit(step: FixedStep, seat: int, number: int, prompt: int, answer: int) -> None:
+    """Request ``number`` takes a seat; requests cycle through the rules."""
+    rules: tuple[dict[str, Any], ...] = (
+        {"threshold": 0.3},
+        {"steps": answer},
+        {"factor": 1.2},
+        {"entropy_bound": 0.5},
+        {"steps": max(answer // 3, -(-answer // BLOCK)), "temperature": 0.8, "top_p": 0.95},
+    )
+    rule = rules[number % len(rules)] if step.drafter is None else rules[1]
+    needs = step.params.needs
+    params = SamplingParams(max_tokens=answer, block_length=BLOCK, decode_window=BLOCK, seed=number, **rule)
+    sizes = [min(BLOCK, answer - start) for start in range(0, answer, BLOCK)]
+    eos = step.model.config.eos_token_ids
+    generator = torch.Generator().manual_seed(number)
+    token = torch.randint(0, step.model.config.vocab_size - 2, (prompt + answer,), generator=generator).int()
+    token[prompt:] = step.canvas.mask_token_id
+    block = layout.blocks(prompt + answer, prompt, BLOCK)
+    step.canvas.place(seat, token, prompt=prompt, block_N=block)
+    rule_params = seat_params(params, kind="even", masks_per_block=sizes, model_eos=eos, seed=number)
+    step.params.write(seat, replace(rule_params, gamma=0.0))
+    step.params.needs = needs
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Any wait for the GPU inside is an error."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _state(step: FixedStep) -> dict[str, Tensor]:
+    tensors = {name: value.clone() for name, value in vars(step.canvas).items() if isinstance(value, Tensor)}
+    return tensors | {"readback": step.readback.clone()}
+
+
+@torch.inference_mode()
+def scenario(step: FixedStep, run: Callable[[], None], num_steps: int) -> list[dict[str, Tensor]]:
+    """Four seats, the last empty: a short request ends, another takes its seat, the host looks one step late."""
+    readback = Readback(step.readback)
+    for seat, (prompt, answer) in enumerate(((9, 12), (17, 48), (30, 40))):
+        admit(step, seat, seat, prompt, answer)
+    history, next_number, resting = [], 3, 0
+    _synchronize()
+    for _ in range(num_steps):
+        with no_sync():
+            run()
+            readback.send()
+            seen = readback.receive()
+        history.append(_state(step))
+        free = [] if seen is None else [s for s in range(3) if not seen[s, 7] or seen[s, 3] == 0]
+        resting = resting + 1 if free else 0
+        if free and resting > 2 and next_number < 12:  # the seat stays empty for two steps first
+            admit(step, free[0], next_number, 5 + next_number, 24)
+            next_number, resting = next_number + 1, 0
+            _synchronize()
+    return history
+
+
+def check_replay(kind: Kind, model: Transformer, num_steps: int = 50, *, capture: bool = True) -> dict[str, Any]:
+    """Eager and replayed scenarios, compared tensor by tensor after every step; two eager ones without ``capture``."""
+    histories = []
+    for captured in (False, True):
+        step = build(kind, model, 4, 80, Budgets(80, 80), ALL_NEEDS, FixedStep)
+        run = CapturedStep(step) if captured and capture else step
+        histories.append(scenario(step, run, num_steps))
+    eager, replayed = histories
+    wrong = [
+        (number, name)
+        for number, (a, b) in enumerate(zip(eager, replayed))
+        for name in a
+        if not torch.equal(a[name], b[name])
+    ]
+    finished = sum(int((a["readback"][:, 3] == 0).sum()) for a in eager)
+    final = eager[-1]
+    return {
+        "kind": kind.name,
+        "dtype": str(model.head.dtype).removeprefix("torch."),
+        "num_steps": num_steps,
+        "differences": [f"step {number}: {name}" for number, name in wrong[:5]],
+        "equal": not wrong,
+        "seat_steps_finished": finished,
+        "passes_per_seat": final["pass_S"].tolist(),
+        "drafts_accepted": sum(int(a["readback"][:, 5].sum()) for a in eager),
+    }
+
+
+class _NoNetwork(FixedStep):
+    """The step without the network and the head: what is left is rules, packing and state."""
+
+    def _forward(self, plan: Any) -> Tensor:
+        shape = (*plan.token_SQ.shape, 1)
+        return torch.zeros(shape, device=plan.token_SQ.device)
+
+    def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor) -> LogitStats:  # noqa: ARG002
+        prob_C = (row_SC.flatten() % 7).float() / 8
+        return LogitStats(row_SC.flatten(), prob_C, prob_C, prob_C)
+
+
+def _count_kernels(run: Callable[[], None]) -> int:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def _median_us(run: Callable[[], None], repeats: int = 200) -> float:
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+@torch.inference_mode()
+def measure(kind: Kind, model: Transformer, seats: int, needs: Needs, label: str) -> dict[str, Any]:
+    """Kernels and time of a captured step, whole and without the network."""
+    out: dict[str, Any] = {"kind": kind.name, "seats": seats, "needs": label, "capacity": 1536, "num_rows": 128}
+    for name, cls in (("whole", FixedStep), ("rules", _NoNetwork)):
+        step = build(kind, model, seats, 1536, Budgets(128, 64), needs, cls)
+        run = CapturedStep(step)
+        for seat in range(seats):
+            admit(step, seat, seat, 1000, 512)
+        torch.cuda.synchronize()
+        out[f"kernels_{name}"] = _count_kernels(run)
+        out[f"us_{name}"] = _median_us(run)
+    return out
+
+
+def step_program() -> dict[str, Any]:
+    """Everything, on one GPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    checks, times = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = random_model(4, 512, 2048, dtype, "cuda")
+        for kind in KINDS:
+            checks.append(check_replay(kind, model))
+            print(checks[-1], flush=True)
+    for kind in KINDS:
+        for seats in (1, 4, 32):
+            for needs, label in ((LEAN, "greedy"), (ALL_NEEDS, "all")):
+                times.append(measure(kind, model, seats, needs, label))
+                print(times[-1], flush=True)
+    return {"environment": environment("cuda"), "checks": checks, "times": times}
