@@ -89,7 +89,7 @@ def build(
     drafter, device = kind.drafter(), model.head.device
     num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
     canvas = Canvas.empty(seats, capacity, model.config.mask_token_id, device, capacity // BLOCK + 3, num_pending)
-    params = DecodeParams(seats, 256, device)
+    params = DecodeParams(seats, 512, device)
     params.needs = needs
     num_scratch = drafter.num_scratch if drafter else 0
     cache = DenseCache.empty(model.config, seats, capacity, num_scratch, device, model.head.dtype)

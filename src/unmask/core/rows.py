@@ -64,6 +64,12 @@ def slots(wanted_SN: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return out, (wanted_SN.sum(1) - width).clamp(min=0)
 
 
+def spread(value_SW: Tensor, pos_SW: Tensor, valid_SW: Tensor, capacity: int) -> Tensor:
+    """Columns back on the canvas: [S, N] with the values at their positions where valid, zero elsewhere."""
+    out = torch.zeros(len(pos_SW), capacity + 1, dtype=value_SW.dtype, device=value_SW.device)
+    return out.scatter_(1, torch.where(valid_SW, pos_SW, capacity), value_SW)[:, :capacity]
+
+
 @dataclass(frozen=True)
 class FixedPlan:
     """One pass of fixed shape: Q rows a seat, of which some are padding. Entries are places in a seat's dense cache:

@@ -1,6 +1,6 @@
 """What a pass says about the positions that may be decided.
 
-S seats, N positions.
+S seats, N positions or, in a step of fixed shape, slots (W where it may be either).
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unmask.core.canvas import positions
+
 
 @dataclass(frozen=True)
 class Scores:
-    """Per canvas position; meaningless where ``scored`` is False."""
+    """Per column; meaningless where ``scored`` is False."""
 
+    pos_SW: Tensor
+    """int: canvas position of each column; one row serves all seats when columns are positions."""
     scored_SN: Tensor
     """bool: a row for this position ran."""
     token_SN: Tensor
@@ -34,4 +38,4 @@ class Scores:
             return torch.zeros(num_seats, capacity, dtype=dtype, device=device)
 
         real = (zeros(torch.float32) for _ in range(3))
-        return cls(zeros(torch.bool), zeros(torch.int64), *real)
+        return cls(positions(capacity, device), zeros(torch.bool), zeros(torch.int64), *real)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from unmask.core.canvas import Canvas
-from unmask.core.rows import FixedPlan, join
+from unmask.core.rows import FixedPlan, join, spread
 from unmask.core.scores import Scores
+from unmask.decoding.frontier import FrontierView
 from unmask.decoding.params import DecodeParams
+from unmask.decoding.rule import order, rank
 
 
 def first_best(key: Tensor) -> Tensor:
@@ -23,19 +25,15 @@ def first_best(key: Tensor) -> Tensor:
     return torch.where(key == key.amax(-1, keepdim=True), index, key.shape[-1]).amin(-1).clamp(max=key.shape[-1] - 1)
 
 
-def scatter_positions(capacity: int, pos: Tensor, valid: Tensor, value: Tensor, empty: float) -> Tensor:
-    """[S, N] with ``value`` [S, W] at ``pos`` where ``valid``, ``empty`` elsewhere."""
-    out = torch.full((pos.shape[0], capacity + 1), empty, dtype=value.dtype, device=value.device)
-    return out.scatter_(1, torch.where(valid, pos, capacity), value)[:, :capacity]
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """What a drafter proved: commits, and the scores that the rule goes on from."""
+    """What nested drafts proved, and what the rule goes on from: the columns are the block's positions."""
 
-    accepted_SN: Tensor
-    token_SN: Tensor
-    prob_SN: Tensor
+    accepted_SZ: Tensor
+    """bool: drafts that stand, a run from the first."""
+    prob_SZ: Tensor
+    """Probability of each draft in the view before it."""
+    view: FrontierView
     scores: Scores
 
 
@@ -108,54 +106,42 @@ class Nested:
         first = plan.pos_SQ.shape[1] - self.num_scratch
         return torch.arange(first, plan.pos_SQ.shape[1], device=plan.pos_SQ.device).expand(len(plan.pos_SQ), -1)
 
-    def settle(self, canvas: Canvas, scores: Scores, token_SX: Tensor, prob_SX: Tensor) -> Verdict:
-        """Accept the longest run of drafts; go on from the scores of the last view that stands."""
+    def settle(
+        self, canvas: Canvas, view: FrontierView, token_SN: Tensor, prob_SN: Tensor, token_SX: Tensor, prob_SX: Tensor
+    ) -> Verdict:
+        """Accept the longest run of drafts; go on from the predictions of the last view that stands.
+
+        ``token_SN``, ``prob_SN`` are view 0's predictions on the canvas, ``token_SX``, ``prob_SX`` the other views'.
+        """
         pos_SB, exists_SB = self._block(canvas)
         _, placed_SZB = self._views(canvas, pos_SB)
-        shape = placed_SZB.shape
-        token_SVB = torch.cat((scores.token_SN.gather(1, pos_SB)[:, None], token_SX.view(shape)), 1)
-        prob_SVB = torch.cat((scores.prob_SN.gather(1, pos_SB)[:, None], prob_SX.view(shape)), 1)
-        open_SB = exists_SB & ~canvas.final_SN.gather(1, pos_SB)
+        token_SVB = torch.cat((token_SN.gather(1, pos_SB)[:, None], token_SX.view(placed_SZB.shape)), 1)
+        prob_SVB = torch.cat((prob_SN.gather(1, pos_SB)[:, None], prob_SX.view(placed_SZB.shape)), 1)
+        open_SB = exists_SB & view.candidate_SN.gather(1, pos_SB)
         open_SVB = torch.cat((open_SB[:, None], open_SB[:, None] & ~placed_SZB), 1)
-        next_SV = first_best(prob_SVB.masked_fill(~open_SVB, -1))
-        next_pos_SV = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV[..., None])[..., 0]
-        next_token_SV = token_SVB.gather(2, next_SV[..., None])[..., 0]
-        next_prob_SV = prob_SVB.gather(2, next_SV[..., None])[..., 0]
-        agree_SZ = (next_pos_SV[:, :-1] == canvas.pending_pos_SZ) & (next_token_SV[:, :-1] == canvas.pending_token_SZ)
-        agree_SZ = (~(agree_SZ & open_SVB[:, :-1].any(2))).cumsum(1) == 0
-        last_S = agree_SZ.sum(1)
-        chosen = last_S[:, None, None].expand(-1, 1, self.block_width)
-        open_last_SB = open_SVB.gather(1, chosen)[:, 0]
-
-        def on_canvas(value_SB: Tensor, other_SN: Tensor) -> Tensor:
-            there_SN = scatter_positions(canvas.capacity, pos_SB, open_last_SB, torch.ones_like(open_last_SB), 0)
-            return torch.where(
-                there_SN, scatter_positions(canvas.capacity, pos_SB, open_last_SB, value_SB, 0), other_SN
-            )
-
-        def accepted(value_SZ: Tensor) -> Tensor:
-            return scatter_positions(canvas.capacity, canvas.pending_pos_SZ, agree_SZ, value_SZ, 0)
-
+        next_SV1 = first_best(prob_SVB.masked_fill(~open_SVB, -1))[..., None]
+        next_pos_SZ = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV1)[:, :-1, 0]
+        next_token_SZ = token_SVB.gather(2, next_SV1)[:, :-1, 0]
+        agrees_SZ = (next_pos_SZ == canvas.pending_pos_SZ) & (next_token_SZ == canvas.pending_token_SZ)
+        agrees_SZ = (~(agrees_SZ & open_SVB[:, :-1].any(2))).cumsum(1) == 0
+        last_S1B = agrees_SZ.sum(1)[:, None, None].expand(-1, 1, self.block_width)
+        open_SB, token_SB, prob_SB = (x.gather(1, last_S1B)[:, 0] for x in (open_SVB, token_SVB, prob_SVB))
+        group_SB = torch.where(open_SB, 0, -1)
+        unused_SB = torch.zeros_like(prob_SB)
         return Verdict(
-            accepted(torch.ones_like(agree_SZ)),
-            accepted(canvas.pending_token_SZ),
-            accepted(next_prob_SV[:, :-1]),
-            Scores(
-                scores.scored_SN,
-                on_canvas(token_SVB.gather(1, chosen)[:, 0], scores.token_SN),
-                on_canvas(prob_SVB.gather(1, chosen)[:, 0], scores.prob_SN),
-                scores.margin_SN,
-                scores.neg_entropy_SN,
-            ),
+            agrees_SZ,
+            prob_SVB.gather(2, next_SV1)[:, :-1, 0],
+            FrontierView(open_SB, group_SB, view.see_SN),
+            Scores(pos_SB, open_SB, token_SB, prob_SB, unused_SB, unused_SB),
         )
 
-    def propose(self, canvas: Canvas, scores: Scores, candidate_SN: Tensor) -> None:
+    def propose(self, canvas: Canvas, verdict: Verdict, commit_SB: Tensor) -> None:
         """Pending for the next pass: the most probable of what is still undecided in this block."""
-        open_SN = candidate_SN & canvas.undecided_SN() & scores.scored_SN
-        key_SN = scores.prob_SN.masked_fill(~open_SN, -1)
-        best_SZ = key_SN.argsort(dim=1, descending=True, stable=True)[:, : self.num_drafts]
-        there_SZ = open_SN.gather(1, best_SZ)
-        canvas.pending_pos_SZ.copy_(torch.where(there_SZ, best_SZ, -1))
+        scores = verdict.scores
+        open_SB = verdict.view.candidate_SN & ~commit_SB
+        best_SZ = order(rank(scores.prob_SN.masked_fill(~open_SB, -1)), self.num_drafts)
+        there_SZ = open_SB.gather(1, best_SZ)
+        canvas.pending_pos_SZ.copy_(torch.where(there_SZ, scores.pos_SW.gather(1, best_SZ), -1))
         canvas.pending_token_SZ.copy_(torch.where(there_SZ, scores.token_SN.gather(1, best_SZ), -1))
 
 
@@ -181,12 +167,12 @@ class TwoPass:
         self.num_context, self.num_search, self.strict = num_context, num_search, strict
         self.num_scratch = num_context + 2 * num_search
 
-    def search(self, canvas: Canvas, scores: Scores, candidate_SN: Tensor) -> Search:
+    def search(self, view: FrontierView, scores: Scores, commit_SW: Tensor) -> Search:
         """The most confident candidates that the rule left undecided."""
-        open_SN = candidate_SN & canvas.undecided_SN() & scores.scored_SN
-        key_SN = scores.prob_SN.masked_fill(~open_SN, -1)
-        best_SK = key_SN.argsort(dim=1, descending=True, stable=True)[:, : self.num_search]
-        return Search(best_SK, scores.token_SN.gather(1, best_SK), open_SN.gather(1, best_SK))
+        open_SW = view.candidate_SN & scores.scored_SN & ~commit_SW
+        best_SK = order(rank(scores.prob_SN.masked_fill(~open_SW, -1)), self.num_search)
+        pos_SK, token_SK, valid_SK = (x.gather(1, best_SK) for x in (scores.pos_SW, scores.token_SN, open_SW))
+        return Search(pos_SK, token_SK, valid_SK)
 
     def rows(self, canvas: Canvas, search: Search) -> FixedPlan:
         """The second pass."""
@@ -198,7 +184,7 @@ class TwoPass:
         token_SQ = torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1)
         entry_Q = canvas.capacity + torch.arange(self.num_scratch, device=pos_SQ.device)
         live_valid_SJ = torch.cat((valid_SQ, search.valid_SK), 1)
-        hidden_SN = scatter_positions(canvas.capacity, pos_SQ, valid_SQ, torch.ones_like(valid_SQ), 0)
+        hidden_SN = spread(torch.ones_like(valid_SQ), pos_SQ, valid_SQ, canvas.capacity)
         return FixedPlan(
             token_SQ=token_SQ,
             pos_SQ=pos_SQ,
@@ -214,8 +200,7 @@ class TwoPass:
         """Latest commits first, then the rightmost of what was given; fewer if fewer are decided."""
         decided_SN = canvas.final_SN & canvas.visible_SN()
         key_SN = canvas.commit_pass_SN.long() * canvas.capacity + canvas.pos_1N()
-        latest_ST = key_SN.masked_fill(~decided_SN, -1).argsort(dim=1, descending=True, stable=True)
-        latest_ST = latest_ST[:, : self.num_context]
+        latest_ST = key_SN.masked_fill(~decided_SN, -1).topk(self.num_context, dim=1).indices  # no two keys are equal
         return latest_ST, decided_SN.gather(1, latest_ST)
 
     def _table(self, device: torch.device) -> Tensor:
@@ -236,15 +221,7 @@ class TwoPass:
         masks = torch.cat((sees_context, earlier_KK, live_later_KK | self_KK, cached_later_KK), 1)
         return torch.cat((context, drafts, masks))
 
-    def accept(
-        self, canvas: Canvas, search: Search, token_SK: Tensor, prob_SK: Tensor, params: DecodeParams
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Commits (bool, token, probability, all [S, N]): the longest run that the MASK rows agree with, each at
-        least as sure as gamma."""
+    def accept(self, search: Search, token_SK: Tensor, prob_SK: Tensor, params: DecodeParams) -> Tensor:
+        """bool [S, K]: the longest run that the MASK rows agree with, each at least as sure as gamma."""
         agrees_SK = search.valid_SK & (token_SK == search.token_SK) & (prob_SK >= params.gamma_S[:, None])
-        agrees_SK = (~agrees_SK).cumsum(1) == 0
-
-        def on_canvas(value_SK: Tensor) -> Tensor:
-            return scatter_positions(canvas.capacity, search.pos_SK, agrees_SK, value_SK, 0)
-
-        return on_canvas(torch.ones_like(agrees_SK)), on_canvas(search.token_SK), on_canvas(prob_SK)
+        return (~agrees_SK).cumsum(1) == 0

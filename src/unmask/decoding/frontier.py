@@ -26,6 +26,13 @@ class FrontierView:
     see_SN: Tensor
     """int32: a row at this position sees the positions [0, see)."""
 
+    def at(self, slot_SC: Tensor) -> FrontierView:
+        """The view of packed candidates: slots hold positions, or the capacity where they are empty."""
+        pos_SC = slot_SC.clamp(max=self.candidate_SN.shape[1] - 1)
+        there_SC = slot_SC < self.candidate_SN.shape[1]
+        group_SC = torch.where(there_SC, self.rescue_group_SN.gather(1, pos_SC), -1)
+        return FrontierView(there_SC, group_SC, self.see_SN)
+
 
 class Frontier(Protocol):
     """One member of the axis."""

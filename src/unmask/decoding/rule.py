@@ -1,6 +1,7 @@
 """Which predictions become final? One rule for all requests of a batch.
 
-S seats, N positions. The schedule caps how many commit, acceptances say which, and a rescue keeps every pass useful:
+S seats, W columns: all canvas positions, or the slots that a fixed-shape step packs its candidates into. The schedule
+caps how many commit, acceptances say which, and a rescue keeps every pass useful:
 
     rank      candidates by probability, margin, negative entropy or at random (leftmost first on ties)
     cap       quota of this step + what earlier steps left over; no cap for adaptive rules
@@ -22,46 +23,62 @@ from unmask.decoding.params import ENTROPY, MARGIN, RANDOM, DecodeParams
 from unmask.decoding.sample import FILL, ORDER, RANK, gumbel, uniform
 
 UNCAPPED = 1 << 30
+PAIRWISE = 128  # up to this many columns comparing all pairs beats sorting: two fused kernels, and no host decision
 
 
 def choose(canvas: Canvas, view: FrontierView, scores: Scores, params: DecodeParams) -> Tensor:
-    """bool [S, N]: the candidates to commit now. Advances each active seat's place in its schedule."""
-    candidate_SN = view.candidate_SN & scores.scored_SN
-    key_SN = _key(canvas, scores, params).masked_fill(~candidate_SN, -torch.inf)
-    order_SN = key_SN.argsort(dim=1, descending=True, stable=True)
-    rank_SN = torch.empty_like(order_SN).scatter_(1, order_SN, _ranks(canvas).expand_as(order_SN).contiguous())
+    """bool [S, W]: the candidates to commit now. Advances each active seat's place in its schedule.
+
+    ``view`` and ``scores`` have the same columns; `scores.pos_SW` says which positions they are.
+    """
+    candidate_SW = view.candidate_SN & scores.scored_SN
+    key_SW = _key(canvas, scores, params).masked_fill(~candidate_SW, -torch.inf)
+    rank_SW = rank(key_SW)
     cap_S = _cap(canvas, params)
-    open_SN = candidate_SN & (rank_SN < cap_S[:, None])
-    commit_SN = open_SN & _accepted(canvas, scores, params, order_SN, candidate_SN)
-    commit_SN |= _rescued(commit_SN, open_SN, rank_SN, view.rescue_group_SN, params)
-    _advance(canvas, params, cap_S, candidate_SN, commit_SN)
-    return commit_SN
+    open_SW = candidate_SW & (rank_SW < cap_S[:, None])
+    commit_SW = open_SW & _accepted(canvas, scores, params, rank_SW, candidate_SW)
+    commit_SW = commit_SW | _rescued(commit_SW, open_SW, rank_SW, view.rescue_group_SN, params)
+    _advance(canvas, params, cap_S, candidate_SW, commit_SW)
+    return commit_SW
 
 
-def _ranks(canvas: Canvas) -> Tensor:
-    return torch.arange(canvas.capacity, device=canvas.device).unsqueeze(0)
+def rank(key_SW: Tensor) -> Tensor:
+    """Place of each column by descending key, the leftmost first on ties."""
+    place_W = torch.arange(key_SW.shape[1], device=key_SW.device)
+    if key_SW.shape[1] <= PAIRWISE:
+        mine, other = key_SW[:, :, None], key_SW[:, None, :]
+        earlier_WW = place_W[None, :] < place_W[:, None]
+        return ((other > mine) | ((other == mine) & earlier_WW)).sum(2)
+    order_SW = key_SW.argsort(dim=1, descending=True, stable=True)
+    return torch.empty_like(order_SW).scatter_(1, order_SW, place_W.expand_as(order_SW).contiguous())
+
+
+def order(rank_SW: Tensor, count: int) -> Tensor:
+    """Columns of the first ``count`` ranks, in order: [S, count]."""
+    place_SW = torch.arange(rank_SW.shape[1], device=rank_SW.device).expand_as(rank_SW)
+    return torch.empty_like(rank_SW).scatter_(1, rank_SW, place_SW)[:, :count]
 
 
 def _key(canvas: Canvas, scores: Scores, params: DecodeParams) -> Tensor:
-    """What positions are ranked by, [S, N].
+    """What columns are ranked by, [S, W].
 
     With `alg_temp` the order is a draw without replacement from softmax(score / alg_temp).
     """
     kind_S1 = params.score_kind_S[:, None]
-    key_SN = scores.prob_SN
+    key_SW = scores.prob_SN
     needs = params.needs
     if needs.margin:
-        key_SN = torch.where(kind_S1 == MARGIN, scores.margin_SN, key_SN)
+        key_SW = torch.where(kind_S1 == MARGIN, scores.margin_SN, key_SW)
     if needs.entropy:
-        key_SN = torch.where(kind_S1 == ENTROPY, scores.neg_entropy_SN, key_SN)
+        key_SW = torch.where(kind_S1 == ENTROPY, scores.neg_entropy_SN, key_SW)
     if needs.random_rank:
-        chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, RANK)
-        key_SN = torch.where(kind_S1 == RANDOM, chance_SN, key_SN)
+        chance_SW = uniform(params.seed_S, scores.pos_SW, canvas.pass_S, RANK)
+        key_SW = torch.where(kind_S1 == RANDOM, chance_SW, key_SW)
     if needs.alg_temp:
-        noise_SN = gumbel(uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, ORDER))
+        noise_SW = gumbel(uniform(params.seed_S, scores.pos_SW, canvas.pass_S, ORDER))
         warm_S1 = params.alg_temp_S[:, None]
-        key_SN = torch.where(warm_S1 > 0, key_SN + warm_S1 * noise_SN, key_SN)
-    return key_SN
+        key_SW = torch.where(warm_S1 > 0, key_SW + warm_S1 * noise_SW, key_SW)
+    return key_SW
 
 
 def _cap(canvas: Canvas, params: DecodeParams) -> Tensor:
@@ -70,54 +87,66 @@ def _cap(canvas: Canvas, params: DecodeParams) -> Tensor:
     return torch.where(params.capped_S, quota_S.long(), UNCAPPED)
 
 
-def _accepted(canvas: Canvas, scores: Scores, params: DecodeParams, order_SN: Tensor, candidate_SN: Tensor) -> Tensor:
-    prob_SN, threshold_S1 = scores.prob_SN, params.threshold_S[:, None]
-    accepted_SN = (prob_SN >= threshold_S1) & ~(params.strict_S[:, None] & (prob_SN == threshold_S1))
+def _accepted(canvas: Canvas, scores: Scores, params: DecodeParams, rank_SW: Tensor, candidate_SW: Tensor) -> Tensor:
+    prob_SW, threshold_S1 = scores.prob_SN, params.threshold_S[:, None]
+    accepted_SW = (prob_SW >= threshold_S1) & ~(params.strict_S[:, None] & (prob_SW == threshold_S1))
     if params.needs.factor:
-        accepted_SN = accepted_SN | _by_factor(prob_SN, params.factor_S, order_SN)
+        accepted_SW = accepted_SW | _by_factor(prob_SW, params.factor_S, rank_SW)
     if params.needs.entropy_bound:
-        accepted_SN = accepted_SN | _by_entropy(scores.neg_entropy_SN, params.entropy_bound_S, order_SN, candidate_SN)
+        accepted_SW = accepted_SW | _by_entropy(scores.neg_entropy_SN, params.entropy_bound_S, rank_SW, candidate_SW)
     if params.needs.fill:
-        chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, FILL)
-        accepted_SN = accepted_SN | (chance_SN < params.at_step(params.fill_ST, canvas.sched_S)[:, None])
-    return accepted_SN
+        chance_SW = uniform(params.seed_S, scores.pos_SW, canvas.pass_S, FILL)
+        accepted_SW = accepted_SW | (chance_SW < params.at_step(params.fill_ST, canvas.sched_S)[:, None])
+    return accepted_SW
 
 
-def _prefix(holds_sorted_SN: Tensor, order_SN: Tensor) -> Tensor:
-    """Positions up to the first in order at which the condition fails, back in canvas order."""
-    kept_SN = (~holds_sorted_SN).cumsum(1) == 0
-    return torch.empty_like(kept_SN).scatter_(1, order_SN, kept_SN)
+def _by_rank(value_SW: Tensor, rank_SW: Tensor) -> Tensor:
+    """Columns in order of rank."""
+    return torch.zeros_like(value_SW).scatter(1, rank_SW, value_SW)
 
 
-def _by_factor(prob_SN: Tensor, factor_S: Tensor, order_SN: Tensor) -> Tensor:
+def _prefix(holds_ranked_SW: Tensor, rank_SW: Tensor) -> Tensor:
+    """Columns before the first in order of rank at which the condition fails."""
+    return ((~holds_ranked_SW).cumsum(1) == 0).gather(1, rank_SW)
+
+
+def _by_factor(prob_SW: Tensor, factor_S: Tensor, rank_SW: Tensor) -> Tensor:
     """Fast-dLLM's factor rule: the n-th in order passes while its confidence >= 1 - factor / (n + 1)."""
-    n_1N = torch.arange(1, prob_SN.shape[1] + 1, device=prob_SN.device).unsqueeze(0)
-    bound_SN = 1 - factor_S[:, None] / (n_1N + 1)
-    holds_SN = (prob_SN.gather(1, order_SN) >= bound_SN) & (factor_S > 0)[:, None]
-    return _prefix(holds_SN, order_SN)
+    n_1W = torch.arange(1, prob_SW.shape[1] + 1, device=prob_SW.device).unsqueeze(0)
+    bound_SW = 1 - factor_S[:, None] / (n_1W + 1)
+    holds_SW = (_by_rank(prob_SW, rank_SW) >= bound_SW) & (factor_S > 0)[:, None]
+    return _prefix(holds_SW, rank_SW)
 
 
-def _by_entropy(neg_entropy_SN: Tensor, bound_S: Tensor, order_SN: Tensor, candidate_SN: Tensor) -> Tensor:
+def _by_entropy(neg_entropy_SW: Tensor, bound_S: Tensor, rank_SW: Tensor, candidate_SW: Tensor) -> Tensor:
     """EB-Sampler: a prefix in order whose entropies sum to at most bound + their largest."""
-    entropy_SN = (-neg_entropy_SN).masked_fill(~candidate_SN, 0).gather(1, order_SN)
-    others_SN = entropy_SN.cumsum(1) - entropy_SN.cummax(1).values
+    entropy_SW = _by_rank((-neg_entropy_SW).masked_fill(~candidate_SW, 0), rank_SW)
+    others_SW = entropy_SW.cumsum(1) - entropy_SW.cummax(1).values
     # The largest is subtracted after it was added: a slack of rounding keeps "exactly at the bound" inside.
-    return _prefix(others_SN <= bound_S[:, None] + 1e-6, order_SN)
+    return _prefix(others_SW <= bound_S[:, None] + 1e-6, rank_SW)
 
 
-def _rescued(commit_SN: Tensor, open_SN: Tensor, rank_SN: Tensor, group_SN: Tensor, params: DecodeParams) -> Tensor:
+def _rescued(commit_SW: Tensor, open_SW: Tensor, rank_SW: Tensor, group_SW: Tensor, params: DecodeParams) -> Tensor:
     """The best open candidate of every group in which nothing commits."""
-    num_seats, capacity = commit_SN.shape
-    grouped_SN = open_SN & (group_SN >= 0)
-    group_SN = torch.where(grouped_SN, group_SN, capacity)  # everything else meets in one spare group
-    claim_SN = rank_SN.masked_fill(commit_SN, -1)  # a commit outranks all: nobody else is the group's best then
-    best_SK = torch.full((num_seats, capacity + 1), capacity, dtype=rank_SN.dtype, device=rank_SN.device)
-    best_SK.scatter_reduce_(1, group_SN, claim_SN, "amin")
-    return grouped_SN & params.rescue_S[:, None] & (rank_SN == best_SK.gather(1, group_SN))
+    grouped_SW = open_SW & (group_SW >= 0)
+    claim_SW = rank_SW.masked_fill(commit_SW, -1)  # a commit outranks all: nobody else is the group's best then
+    best_SW = _least_of_group(claim_SW, torch.where(grouped_SW, group_SW, -1))
+    return grouped_SW & params.rescue_S[:, None] & (rank_SW == best_SW)
 
 
-def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, candidate_SN: Tensor, commit_SN: Tensor) -> None:
-    looked_at_S = torch.minimum(cap_S, candidate_SN.sum(1))
-    left_over_S = torch.where(params.carries_S, looked_at_S - commit_SN.sum(1), 0)
+def _least_of_group(value_SW: Tensor, group_SW: Tensor) -> Tensor:
+    """The least value among the columns of the same group. Group numbers are below the width for wide canvases."""
+    width = value_SW.shape[1]
+    if width <= PAIRWISE:
+        same_SWW = group_SW[:, :, None] == group_SW[:, None, :]
+        return torch.where(same_SWW, value_SW[:, None, :], UNCAPPED).amin(2)
+    slot_SW = torch.where(group_SW >= 0, group_SW, width)
+    least = torch.full((len(value_SW), width + 1), UNCAPPED, dtype=value_SW.dtype, device=value_SW.device)
+    return least.scatter_reduce_(1, slot_SW, value_SW, "amin").gather(1, slot_SW)
+
+
+def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, candidate_SW: Tensor, commit_SW: Tensor) -> None:
+    looked_at_S = torch.minimum(cap_S, candidate_SW.sum(1))
+    left_over_S = torch.where(params.carries_S, looked_at_S - commit_SW.sum(1), 0)
     canvas.carry_S.copy_(torch.where(canvas.active_S, left_over_S.int(), canvas.carry_S))
     canvas.sched_S += canvas.active_S.int()

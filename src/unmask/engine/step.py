@@ -5,7 +5,9 @@ S seats, N positions, Q rows, C scored slots, D hidden size
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ from torch import Tensor
 from unmask.cache.dense import DenseCache, DenseCacheContext
 from unmask.cache.policy import CachePolicy
 from unmask.core.canvas import Canvas
-from unmask.core.rows import FixedPlan, canvas_rows, slots
+from unmask.core.rows import FixedPlan, canvas_rows, slots, spread
 from unmask.core.scores import Scores
-from unmask.decoding.drafter import Nested, TwoPass, Verdict
+from unmask.decoding.drafter import Nested, Search, TwoPass
 from unmask.decoding.frontier import Frontier, FrontierView, Pipeline
 from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose
 from unmask.engine.runner import Model
 from unmask.engine.scoring import predict
+from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
 READBACK = ("num_settled", "end", "num_passes", "num_undecided", "num_rows", "num_accepted", "overflow", "active")
@@ -37,10 +40,38 @@ class Budgets:
     """Candidates that are scored."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is known before the forward."""
+
+    view: FrontierView
+    plan: FixedPlan
+    slot_SC: Tensor
+    """Candidates, packed: positions, the capacity where a slot is empty."""
+    pos_SC: Tensor
+    row_SC: Tensor
+    """Row that scores the slot."""
+    scored_SC: Tensor
+    overflow_S: Tensor
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the rule looked at."""
+
+    view: FrontierView
+    scores: Scores
+
+
+Commits = tuple[Tensor, Tensor, Tensor]
+"""bool, token and probability, each [S, N]."""
+
+
 class FixedStep:
     """The step over tensors that are allocated once. Call it, or capture it and replay: the same functions run.
 
-    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 8] holds `READBACK`.
+    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 8] holds `READBACK`. With
+    ``compiled`` the parts around the network go through torch.compile.
     """
 
     def __init__(
@@ -54,6 +85,7 @@ class FixedStep:
         frontier: Frontier,
         policy: CachePolicy,
         drafter: Nested | TwoPass | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model, self.canvas, self.params, self.cache, self.budgets = model, canvas, params, cache, budgets
         self.frontier, self.policy, self.drafter = frontier, policy, drafter
@@ -61,23 +93,45 @@ class FixedStep:
         self.banned_b = torch.tensor([model.config.mask_token_id], device=device)
         self.seat_S = torch.arange(canvas.num_seats, device=device)
         self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
+        self._check_sizes()
+        if compiled:
+            self._compile()
+
+    def _check_sizes(self) -> None:
+        """A drafter's static shapes must fit the step's."""
+        drafter, scored, capacity = self.drafter, self.budgets.num_scored, self.canvas.capacity
+        if isinstance(drafter, TwoPass) and (drafter.num_search > scored or drafter.num_context > capacity):
+            raise ConfigError(
+                f"verification searches {drafter.num_search} of {scored} scored candidates with {drafter.num_context} "
+                f"context rows on a canvas of {capacity}; use smaller ones"
+            )
+        if isinstance(drafter, Nested) and drafter.num_drafts > drafter.block_width:
+            raise ConfigError(f"{drafter.num_drafts} nested drafts do not fit a block of {drafter.block_width}")
+
+    def _compile(self) -> None:
+        """Fuse everything but the network and the head: dozens of small kernels become a few."""
+
+        def fused(method: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(method, fullgraph=True, dynamic=False)
+
+        for name in ("_plan", "_settle", "_settle_nested", "_verify_rows", "_settle_verified"):
+            setattr(self, name, fused(getattr(self, name)))
 
     def __call__(self) -> None:
         """One step of every active seat."""
-        canvas, params = self.canvas, self.params
-        view = self.frontier.advance(canvas, params)
-        recompute_SN = self.policy.rows(canvas)
-        plan = canvas_rows(canvas, recompute_SN, view.see_SN, self.budgets.num_rows, self.cache.trash)
+        work = self._plan()
+        hidden_SQD = self._forward(work.plan)
+        stats = self._predict(hidden_SQD, work.row_SC, work.pos_SC)
         if isinstance(self.drafter, Nested):
-            plan = self.drafter.rows(canvas, plan)
-        hidden_SQD = self._forward(plan)
-        scores = self._score(hidden_SQD, plan, view.candidate_SN)
-        num_accepted_S = self._decide(view, plan, hidden_SQD, scores)
-        if isinstance(self.frontier, Pipeline):
-            self.frontier.retire(canvas)
-        overflow_S = (recompute_SN.sum(1) - self.budgets.num_rows).clamp(min=0)
-        overflow_S += (view.candidate_SN.sum(1) - self.budgets.num_scored).clamp(min=0)
-        self._tell(plan.valid_SQ.sum(1), num_accepted_S, overflow_S)
+            rows_SX = self.drafter.scored_rows(work.plan)
+            drafted = self._predict(hidden_SQD, rows_SX, work.plan.pos_SQ.gather(1, rows_SX))
+            self._settle_nested(self.drafter, work, stats, drafted)
+            return
+        columns, commit_SC = self._settle(work, stats)
+        if isinstance(self.drafter, TwoPass):
+            self._verify(self.drafter, work, columns, commit_SC)
+
+    # --- the network, and the head
 
     def _forward(self, plan: FixedPlan) -> Tensor:
         hidden: Tensor = self.model(plan.token_SQ, DenseCacheContext(plan, self.cache, self.model.rope))
@@ -85,77 +139,102 @@ class FixedStep:
 
     def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor) -> LogitStats:
         """Predictions [S * C] for positions, each from its row."""
-        index = row_SC.clamp(max=hidden_SQD.shape[1] - 1)[:, :, None].expand(-1, -1, hidden_SQD.shape[2])
+        index = row_SC[:, :, None].expand(-1, -1, hidden_SQD.shape[2])
         seat_C = self.seat_S[:, None].expand_as(pos_SC).flatten()
         hidden_CD = hidden_SQD.gather(1, index).flatten(0, 1)
         return predict(hidden_CD, self.model.head, self.banned_b, seat_C, pos_SC.flatten(), self.canvas, self.params)
 
-    def _score(self, hidden_SQD: Tensor, plan: FixedPlan, candidate_SN: Tensor) -> Scores:
-        """Candidates in their slots, each from row p - shift of the canvas rows, if that ran."""
-        capacity, num_rows = self.canvas.capacity, self.budgets.num_rows
-        slot_SC, _ = slots(candidate_SN, self.budgets.num_scored)
-        pos_SC = slot_SC.clamp(max=capacity - 1)
-        pos_SR, valid_SR = plan.pos_SQ[:, :num_rows], plan.valid_SQ[:, :num_rows]
-        row_SN = torch.full((self.canvas.num_seats, capacity + 1), num_rows, device=pos_SC.device)
-        row_R = torch.arange(num_rows, device=pos_SC.device).expand_as(pos_SR)
-        row_SN.scatter_(1, torch.where(valid_SR, pos_SR, capacity), row_R)
-        row_SN[:, capacity] = num_rows
-        row_SC = row_SN.gather(1, (pos_SC - self.model.config.logit_shift).clamp(min=0))
-        scored_SC = (slot_SC < capacity) & (row_SC < num_rows)
-        stats = self._predict(hidden_SQD, row_SC, pos_SC)
+    # --- before the forward
 
-        def spread(value_C: Tensor) -> Tensor:
-            value_SC = value_C.view_as(pos_SC)
-            out = torch.zeros(self.canvas.num_seats, capacity + 1, dtype=value_C.dtype, device=value_C.device)
-            return out.scatter_(1, torch.where(scored_SC, slot_SC, capacity), value_SC)[:, :capacity]
+    def _plan(self) -> Work:
+        """Where tokens may be decided, which rows run, and which of them score what."""
+        canvas, params, budgets = self.canvas, self.params, self.budgets
+        view = self.frontier.advance(canvas, params)
+        recompute_SN = self.policy.rows(canvas)
+        plan = canvas_rows(canvas, recompute_SN, view.see_SN, budgets.num_rows, self.cache.trash)
+        slot_SC, not_scored_S = slots(view.candidate_SN, budgets.num_scored)
+        pos_SC = slot_SC.clamp(max=canvas.capacity - 1)
+        row_SC, ran_SC = self._rows_of(plan, (pos_SC - self.model.config.logit_shift).clamp(min=0))
+        overflow_S = not_scored_S + (recompute_SN.sum(1) - budgets.num_rows).clamp(min=0)
+        if isinstance(self.drafter, Nested):
+            plan = self.drafter.rows(canvas, plan)
+        return Work(view, plan, slot_SC, pos_SC, row_SC, ran_SC & (slot_SC < canvas.capacity), overflow_S)
 
+    def _rows_of(self, plan: FixedPlan, pos_SC: Tensor) -> tuple[Tensor, Tensor]:
+        """Row of each position among the canvas rows, and whether there is one."""
+        row_SQ = torch.arange(1, plan.pos_SQ.shape[1] + 1, device=pos_SC.device).expand_as(plan.pos_SQ)
+        number_SC = spread(row_SQ, plan.pos_SQ, plan.valid_SQ, self.canvas.capacity).gather(1, pos_SC)
+        return (number_SC - 1).clamp(min=0), number_SC > 0
+
+    # --- after it
+
+    def _settle(self, work: Work, stats: LogitStats) -> tuple[Columns, Tensor]:
+        """Rule and commits; the columns that the rule looked at, and which of them it chose."""
         values = (stats.token_C, stats.prob_C, stats.margin_C, stats.neg_entropy_C)
-        return Scores(spread(torch.ones_like(scored_SC).flatten()), *(spread(value) for value in values))
+        scores = Scores(work.pos_SC, work.scored_SC, *(value.view_as(work.pos_SC) for value in values))
+        view = work.view.at(work.slot_SC)
+        commit_SC = choose(self.canvas, view, scores, self.params)
+        self._commit(self._on_canvas(commit_SC, scores.pos_SW, scores.token_SN, scores.prob_SN))
+        self._end_step(work, self.seat_S * 0)
+        return Columns(view, scores), commit_SC
 
-    def _decide(self, view: FrontierView, plan: FixedPlan, hidden_SQD: Tensor, scores: Scores) -> Tensor:
-        """Commit what the drafter proved and what the rule chooses; [S] tokens that came from drafts."""
-        canvas, params, drafter = self.canvas, self.params, self.drafter
-        verdict = self._nested_verdict(drafter, plan, hidden_SQD, scores) if isinstance(drafter, Nested) else None
-        if verdict is None:
-            commit_SN = choose(canvas, view, scores, params)
-            self._commit(commit_SN, scores.token_SN, scores.prob_SN)
-            return self._verify(drafter, view, scores) if isinstance(drafter, TwoPass) else self.seat_S * 0
-        left = FrontierView(view.candidate_SN & ~verdict.accepted_SN, view.rescue_group_SN, view.see_SN)
-        commit_SN = choose(canvas, left, verdict.scores, params)
-        self._commit(
-            commit_SN | verdict.accepted_SN,
-            torch.where(verdict.accepted_SN, verdict.token_SN, verdict.scores.token_SN),
-            torch.where(verdict.accepted_SN, verdict.prob_SN, verdict.scores.prob_SN),
+    def _settle_nested(self, drafter: Nested, work: Work, stats: LogitStats, drafted: LogitStats) -> None:
+        """Drafts that stand, the rule on the last view that does, and the next drafts."""
+        canvas, capacity = self.canvas, self.canvas.capacity
+        token_SN, prob_SN = (
+            spread(value.view_as(work.pos_SC), work.pos_SC, work.scored_SC, capacity)
+            for value in (stats.token_C, stats.prob_C)
         )
-        assert isinstance(drafter, Nested)
-        drafter.propose(canvas, verdict.scores, view.candidate_SN)
-        return verdict.accepted_SN.sum(1)
+        shape = (canvas.num_seats, drafter.num_scratch)
+        predicted = (drafted.token_C.view(shape), drafted.prob_C.view(shape))
+        verdict = drafter.settle(canvas, work.view, token_SN, prob_SN, *predicted)
+        scores = verdict.scores
+        commit_SB = choose(canvas, verdict.view, scores, self.params)
+        chosen = self._on_canvas(commit_SB, scores.pos_SW, scores.token_SN, scores.prob_SN)
+        proved = self._on_canvas(verdict.accepted_SZ, canvas.pending_pos_SZ, canvas.pending_token_SZ, verdict.prob_SZ)
+        self._commit(tuple(torch.where(proved[0], b, a) for a, b in zip(chosen, proved)))
+        drafter.propose(canvas, verdict, commit_SB)
+        self._end_step(work, verdict.accepted_SZ.sum(1))
 
-    def _commit(self, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, *, new_pass: bool = True) -> None:
+    def _on_canvas(self, chosen_SW: Tensor, pos_SW: Tensor, token_SW: Tensor, prob_SW: Tensor) -> Commits:
+        """Chosen columns as bool, token and probability on the canvas."""
+        capacity = self.canvas.capacity
+        values = (chosen_SW, token_SW, prob_SW)
+        chosen_SN, token_SN, prob_SN = (spread(value, pos_SW, chosen_SW, capacity) for value in values)
+        return chosen_SN, token_SN, prob_SN
+
+    def _commit(self, commits: tuple[Tensor, ...], *, new_pass: bool = True) -> None:
         stops = not (isinstance(self.frontier, Pipeline) and self.frontier.stop_adding_only)
         eos_SE = self.params.eos_SE if stops else torch.full_like(self.params.eos_SE, -1)
+        chosen_SN, token_SN, prob_SN = commits
         self.canvas.commit(chosen_SN, token_SN, prob_SN, eos_SE, new_pass=new_pass)
 
-    def _nested_verdict(self, drafter: Nested, plan: FixedPlan, hidden_SQD: Tensor, scores: Scores) -> Verdict:
-        rows_SX = drafter.scored_rows(plan)
-        stats = self._predict(hidden_SQD, rows_SX, plan.pos_SQ.gather(1, rows_SX))
-        token_SX, prob_SX = (value.view_as(rows_SX) for value in (stats.token_C, stats.prob_C))
-        return drafter.settle(self.canvas, scores, token_SX, prob_SX)
-
-    def _verify(self, drafter: TwoPass, view: FrontierView, scores: Scores) -> Tensor:
+    def _verify(self, drafter: TwoPass, work: Work, columns: Columns, commit_SC: Tensor) -> None:
         """Flash-Verify's second forward, and its commits."""
-        search = drafter.search(self.canvas, scores, view.candidate_SN)
-        plan = drafter.rows(self.canvas, search)
-        hidden_SQD = self._forward(plan)
+        search, plan = self._verify_rows(drafter, columns, commit_SC)
         first = drafter.num_context + drafter.num_search
         rows_SK = torch.arange(first, first + drafter.num_search, device=self.canvas.device).expand_as(search.pos_SK)
-        stats = self._predict(hidden_SQD, rows_SK, search.pos_SK)
-        token_SK, prob_SK = (value.view_as(rows_SK) for value in (stats.token_C, stats.prob_C))
-        accepted_SN, token_SN, prob_SN = drafter.accept(self.canvas, search, token_SK, prob_SK, self.params)
-        self._commit(accepted_SN, token_SN, prob_SN, new_pass=False)
-        return accepted_SN.sum(1)
+        stats = self._predict(self._forward(plan), rows_SK, search.pos_SK)
+        self._settle_verified(drafter, work, search, stats)
 
-    def _tell(self, num_rows_S: Tensor, num_accepted_S: Tensor, overflow_S: Tensor) -> None:
+    def _verify_rows(self, drafter: TwoPass, columns: Columns, commit_SC: Tensor) -> tuple[Search, FixedPlan]:
+        search = drafter.search(columns.view, columns.scores, commit_SC)
+        search = replace(search, valid_SK=search.valid_SK & (search.pos_SK < self.canvas.end_S[:, None]))
+        return search, drafter.rows(self.canvas, search)
+
+    def _settle_verified(self, drafter: TwoPass, work: Work, search: Search, stats: LogitStats) -> None:
+        token_SK, prob_SK = (value.view_as(search.pos_SK) for value in (stats.token_C, stats.prob_C))
+        agrees_SK = drafter.accept(search, token_SK, prob_SK, self.params)
+        self._commit(self._on_canvas(agrees_SK, search.pos_SK, search.token_SK, prob_SK), new_pass=False)
+        self._tell(work, agrees_SK.sum(1))
+
+    def _end_step(self, work: Work, num_accepted_S: Tensor) -> None:
+        if isinstance(self.frontier, Pipeline):
+            self.frontier.retire(self.canvas)
+        if not isinstance(self.drafter, TwoPass):
+            self._tell(work, num_accepted_S)
+
+    def _tell(self, work: Work, num_accepted_S: Tensor) -> None:
         """Fill the readback; finished seats become inactive, so that a replay before the host looks changes nothing."""
         canvas = self.canvas
         num_undecided_S = canvas.undecided_SN().sum(1)
@@ -164,9 +243,9 @@ class FixedStep:
             canvas.end_S,
             canvas.pass_S,
             num_undecided_S,
-            num_rows_S,
+            work.plan.valid_SQ.sum(1),
             num_accepted_S,
-            overflow_S,
+            work.overflow_S,
             canvas.active_S,
         )
         self.readback.copy_(torch.stack([column.int() for column in columns], 1))
