@@ -16,6 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from engine.fixed import (
     BlockCausal,
     Blocks,
@@ -32,12 +37,7 @@ from engine.fixed import (
     result,
     run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models.checkpoints import random_model
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from unmask.config import SamplingParams
 from unmask.core import layout
 from unmask.core.canvas import FULL, OPEN, SEALED, Canvas
@@ -74,7 +74,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def request(
     prompt: int, length: int, block: int, seed: int = 0, eos: tuple[int, ...] = (), rule: Any = None, **more: Any
 ) -> Case:
-    """A request; ``rule`` holds what the user would say of steps, threshold and sampling, ``more`` the rule's fields."""
+    """A request; ``rule`` is what a user says of steps, threshold and sampling, ``more`` are the rule's own fields."""
     said = SamplingParams(max_tokens=length, block_length=block, **(rule or {"threshold": 0.9}))
     return case(prompt_of(prompt, seed), said, eos, **more)
 
@@ -132,6 +132,7 @@ class Pass:
     before: tuple[Tensor, Tensor]
     after: tuple[Tensor, Tensor]
     hidden_SQD: Tensor
+    pipelined: bool
 
     def rows(self) -> Iterator[tuple[int, int]]:
         """Seat and row of everything that is not padding."""
@@ -156,13 +157,11 @@ class Pass:
     def reach(self, seat: int, row: int) -> int:
         """Everything that exists or, where blocks are in flight, everything up to the end of the row's block."""
         end = int(self.end_S[seat])
-        if not self.block_state_SK[seat].gt(OPEN).any() or not self.pipelined:
+        if not self.pipelined:
             return end
         block_N = self.block_SN[seat, :end]
         own = block_N[int(self.plan.pos_SQ[seat, row])]
         return int((block_N <= own).sum())
-
-    pipelined: bool = False
 
 
 def watch(step: FixedStep) -> list[Pass]:
@@ -306,7 +305,7 @@ def test_rows_of_the_second_pass_see_drafts_before_them_and_masks_after(strict: 
 
 
 def test_context_rows_are_the_latest_commits() -> None:
-    """What the first pass of a step has just committed is live in its second: its K/V on the canvas are those of MASK."""
+    """What a step's first pass has just committed is live in its second: on the canvas its K/V are those of MASK."""
     step = make_step(tiny(), TWO_SEATS, drafter=two_pass(True))
     passes = watch(step)
     with torch.inference_mode():
@@ -499,7 +498,7 @@ def test_the_second_pass_leaves_the_canvas_entries_alone(strict: bool) -> None:
     for each in verify_passes(passes):
         for before, after in zip(each.before, each.after):
             assert torch.equal(before[:, :, :num_canvas], after[:, :, :num_canvas])
-            assert torch.equal(before, after) != bool(each.plan.valid_SQ.any())
+            assert not torch.equal(before, after) or not each.plan.valid_SQ.any()
 
 
 def test_a_draft_written_to_the_canvas_is_noticed() -> None:
@@ -719,7 +718,7 @@ class NoLooking(TorchDispatchMode):
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "equal", "is_nonzero", "bincount")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in self.FORBIDDEN or name.startswith(("_unique", "unique", "nonzero")):
             raise AssertionError(f"{name} waits for the device")
@@ -731,7 +730,8 @@ class NoLooking(TorchDispatchMode):
 
 @contextmanager
 def no_looking(step: FixedStep) -> Iterator[None]:
-    """Inside, the step must not look. (Inference mode would hide the parts of composite operators.) The rotary table is read as on a device: on the CPU it grows on demand."""
+    """Inside, the step must not look. Inference mode is off, since it hides the parts of composite operators. The
+    rotary table is read as on a device: on the CPU it grows on demand."""
     rope = step.model.rope
     table = rope.reserve(step.canvas.capacity, step.canvas.device)
 
@@ -957,7 +957,7 @@ def test_the_depth_bounds_the_blocks_in_flight() -> None:
 def test_nested_drafts_give_the_answer_of_one_token_a_pass(
     prompt: int, length: int, block: int, num_drafts: int, seed: int
 ) -> None:
-    """Same tokens with the same cache, in no more passes, whatever the number of drafts; the last block may be short."""
+    """Same tokens with the same cache, in no more passes, with any number of drafts and a shorter last block."""
     each = one_a_pass(prompt, length, block, seed)
     slow = alone(tiny(), each, policy=Dual())
     step = make_step(tiny(), [each], policy=Dual(), drafter=Nested(num_drafts, block))

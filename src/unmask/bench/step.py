@@ -83,7 +83,15 @@ def random_model(num_layers: int, hidden: int, vocab_size: int, dtype: torch.dty
 
 
 def build(
-    kind: Kind, model: Transformer, seats: int, capacity: int, budgets: Budgets, needs: Needs, cls: type[FixedStep]
+    kind: Kind,
+    model: Transformer,
+    seats: int,
+    capacity: int,
+    budgets: Budgets,
+    needs: Needs,
+    cls: type[FixedStep] = FixedStep,
+    *,
+    compiled: bool = False,
 ) -> FixedStep:
     """An empty step of this kind."""
     drafter, device = kind.drafter(), model.head.device
@@ -94,7 +102,8 @@ def build(
     num_scratch = drafter.num_scratch if drafter else 0
     cache = DenseCache.empty(model.config, seats, capacity, num_scratch, device, model.head.dtype)
     model.rope.reserve(capacity, device)
-    return cls(model, canvas, params, cache, budgets, frontier=kind.frontier(), policy=kind.policy(), drafter=drafter)
+    axes = {"frontier": kind.frontier(), "policy": kind.policy(), "drafter": drafter}
+    return cls(model, canvas, params, cache, budgets, **axes, compiled=compiled)  # type: ignore[arg-type]
 
 
 def admit(step: FixedStep, seat: int, number: int, prompt: int, answer: int) -> None:
@@ -167,12 +176,17 @@ def scenario(step: FixedStep, run: Callable[[], None], num_steps: int) -> list[d
     return history
 
 
-def check_replay(kind: Kind, model: Transformer, num_steps: int = 50, *, capture: bool = True) -> dict[str, Any]:
-    """Eager and replayed scenarios, compared tensor by tensor after every step; two eager ones without ``capture``."""
+def check_replay(
+    kind: Kind, model: Transformer, num_steps: int = 50, *, capture: bool = True, compiled: bool = False
+) -> dict[str, Any]:
+    """An eager scenario and one that is captured and replayed, compared tensor by tensor after every step.
+
+    ``compiled`` and ``capture`` say what is done to the second one.
+    """
     histories = []
-    for captured in (False, True):
-        step = build(kind, model, 4, 80, Budgets(80, 80), ALL_NEEDS, FixedStep)
-        run = CapturedStep(step) if captured and capture else step
+    for second in (False, True):
+        step = build(kind, model, 4, 80, Budgets(80, 80), ALL_NEEDS, compiled=second and compiled)
+        run = CapturedStep(step) if second and capture else step
         histories.append(scenario(step, run, num_steps))
     eager, replayed = histories
     wrong = [
@@ -186,6 +200,8 @@ def check_replay(kind: Kind, model: Transformer, num_steps: int = 50, *, capture
     return {
         "kind": kind.name,
         "dtype": str(model.head.dtype).removeprefix("torch."),
+        "captured": capture,
+        "compiled": compiled,
         "num_steps": num_steps,
         "differences": [f"step {number}: {name}" for number, name in wrong[:5]],
         "equal": not wrong,
@@ -228,11 +244,13 @@ def _median_us(run: Callable[[], None], repeats: int = 200) -> float:
 
 
 @torch.inference_mode()
-def measure(kind: Kind, model: Transformer, seats: int, needs: Needs, label: str) -> dict[str, Any]:
+def measure(kind: Kind, model: Transformer, seats: int, needs: Needs, *, compiled: bool) -> dict[str, Any]:
     """Kernels and time of a captured step, whole and without the network."""
-    out: dict[str, Any] = {"kind": kind.name, "seats": seats, "needs": label, "capacity": 1536, "num_rows": 128}
+    label = "greedy" if needs == LEAN else "all"
+    out: dict[str, Any] = {"kind": kind.name, "seats": seats, "needs": label, "compiled": compiled}
+    out |= {"capacity": 1536, "num_rows": 128, "num_scored": 64}
     for name, cls in (("whole", FixedStep), ("rules", _NoNetwork)):
-        step = build(kind, model, seats, 1536, Budgets(128, 64), needs, cls)
+        step = build(kind, model, seats, 1536, Budgets(128, 64), needs, cls, compiled=compiled)
         run = CapturedStep(step)
         for seat in range(seats):
             admit(step, seat, seat, 1000, 512)
@@ -242,18 +260,20 @@ def measure(kind: Kind, model: Transformer, seats: int, needs: Needs, label: str
     return out
 
 
-def step_program() -> dict[str, Any]:
-    """Everything, on one GPU."""
+def step_program() -> Iterator[dict[str, Any]]:
+    """Everything, on one GPU; the result so far after every measurement."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    checks, times = [], []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = random_model(4, 512, 2048, dtype, "cuda")
+    result: dict[str, Any] = {"environment": environment("cuda"), "checks": [], "times": []}
+    models = {dtype: random_model(4, 512, 2048, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16)}
+    for model in models.values():
         for kind in KINDS:
-            checks.append(check_replay(kind, model))
-            print(checks[-1], flush=True)
+            result["checks"].append(check_replay(kind, model))
+            yield result
+    cells = [(kind, seats, LEAN) for seats in (1, 4, 32) for kind in KINDS] + [(KINDS[0], 4, ALL_NEEDS)]
+    for compiled in (False, True):
+        for kind, seats, needs in cells:
+            result["times"].append(measure(kind, models[torch.bfloat16], seats, needs, compiled=compiled))
+            yield result
     for kind in KINDS:
-        for seats in (1, 4, 32):
-            for needs, label in ((LEAN, "greedy"), (ALL_NEEDS, "all")):
-                times.append(measure(kind, model, seats, needs, label))
-                print(times[-1], flush=True)
-    return {"environment": environment("cuda"), "checks": checks, "times": times}
+        result["checks"].append(check_replay(kind, models[torch.float32], compiled=True))
+        yield result
