@@ -12,6 +12,7 @@ import pytest
 from unmask import LLM, SamplingParams
 from unmask.cli.catalog import shipped_dir
 from unmask.eval.word_problems import held_out, score
+from unmask.models.loading import load_model
 from unmask.train import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +50,11 @@ def test_the_packaged_config_is_the_one_that_made_it() -> None:
     assert flat(ours) == flat(recorded)
 
 
-def test_the_record_is_of_these_weights(llm: LLM) -> None:
-    assert sum(parameter.numel() for parameter in llm.model.parameters()) == RECORD["parameters"]
-    assert [stage["name"] for stage in RECORD["config"]["stages"]] == RECORD["done"]
+def test_the_record_is_of_these_weights() -> None:
     directory = shipped_dir()
     assert directory is not None
+    assert sum(parameter.numel() for parameter in load_model(directory).parameters()) == RECORD["parameters"]
+    assert [stage["name"] for stage in RECORD["config"]["stages"]] == RECORD["done"]
     config = json.loads((directory / "config.json").read_text())
     shared = set(config) & set(RECORD["model"])
     assert {name: config[name] for name in shared} == {name: RECORD["model"][name] for name in shared}
@@ -74,7 +75,7 @@ def test_foreign_questions_survive_the_tokenizer(llm: LLM, foreign: list[str]) -
 
 def test_foreign_questions_are_answered_without_an_error(llm: LLM, foreign: list[str]) -> None:
     conversations = [[{"role": "user", "content": question}] for question in foreign]
-    results = llm.chat(conversations, SamplingParams(max_tokens=32, threshold=0.5, block_length=0))
+    results = llm.chat(conversations, SamplingParams(max_tokens=16, steps=1, block_length=0))
     assert len(results) == 100
     for result in results:
         assert llm.tokenizer.decode(result.outputs[0].token_ids) == result.outputs[0].text
@@ -82,7 +83,7 @@ def test_foreign_questions_are_answered_without_an_error(llm: LLM, foreign: list
 
 def test_a_long_request_fits(llm: LLM) -> None:
     assert llm.max_model_len == 1024
-    words = "Sam has 7 grapes. " * 80
+    words = "Sam has 7 grapes. " * 120
     ids = llm.tokenizer.encode(words)[:700]
     result = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=324, block_length=0, steps=2))[0]
     assert len(result.prompt_token_ids) == 700
@@ -91,6 +92,6 @@ def test_a_long_request_fits(llm: LLM) -> None:
 
 
 def test_several_problems_in_one_request(llm: LLM) -> None:
-    result = score(llm, held_out(6, per_request=3), SamplingParams(max_tokens=256))
-    assert result.num_problems == 18
-    assert result.accuracy >= 0.6
+    result = score(llm, held_out(2, per_request=3), SamplingParams(max_tokens=256))
+    assert result.num_problems == 6
+    assert result.num_correct >= 4

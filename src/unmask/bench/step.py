@@ -94,6 +94,7 @@ def build(
     compiled: bool = False,
 ) -> FixedStep:
     """An empty step of this kind."""
+    torch._dynamo.reset()  # steps share their code, and a process may compile one function for eight of them only
     drafter, device = kind.drafter(), model.head.device
     num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
     canvas = Canvas.empty(seats, capacity, model.config.mask_token_id, device, capacity // BLOCK + 3, num_pending)
