@@ -127,3 +127,7 @@ def test_no_file_tells_where_it_was_made() -> None:
 def test_a_trace_is_seen(text: str) -> None:
     assert traces(text)
     assert not traces("a/work/of/art and home/page")
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## {unmask.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
