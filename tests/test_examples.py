@@ -18,7 +18,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "batch_with_params.py": ([], ["expected #### 9, got #### 9", "tokens a pass"]),
     "stream_canvas.py": ([], ["....", "#### 60"]),
     "infill.py": ([], ["He has 57 + 25 = 82 grapes", "tokens found"]),
-    "own_method.py": (["--n", "6"], ["careful", "/6 right"]),
+    "own_method.py": (["--n", "3"], ["careful", "/3 right"]),
     "load_llada.py": ([str(TINY), "--max-tokens", "4"], ["dream: 3 layers", "ids ["]),
 }
 

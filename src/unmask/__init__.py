@@ -1,4 +1,4 @@
-"""unmask: a fast, correct engine for diffusion language models.
+"""unmask: an engine for diffusion language models.
 
 >>> from unmask import LLM, SamplingParams
 >>> LLM().chat([{"role": "user", "content": "..."}])[0].outputs[0].text
@@ -25,12 +25,14 @@ from unmask.methods import METHODS, Method
 
 if TYPE_CHECKING:
     from unmask.engine.llm import LLM
-    from unmask.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from unmask.engine.outputs import CanvasCell, CommitEvent, CompletionOutput, RequestOutput, StreamChunk
 
 __all__ = [
     "LLM",
     "METHODS",
+    "CanvasCell",
     "CheckpointError",
+    "CommitEvent",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -50,6 +52,8 @@ __all__ = [
 # These need torch, whose import takes seconds; `unmask --help` must not pay for it.
 _LAZY = {
     "LLM": "unmask.engine.llm",
+    "CanvasCell": "unmask.engine.outputs",
+    "CommitEvent": "unmask.engine.outputs",
     "CompletionOutput": "unmask.engine.outputs",
     "RequestOutput": "unmask.engine.outputs",
     "StreamChunk": "unmask.engine.outputs",

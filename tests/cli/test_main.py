@@ -101,6 +101,11 @@ def test_a_terminal_without_unicode_gets_the_rest():
     assert (result.returncode, result.stdout) == (0, "Two and two make ?.\nDone\n")
 
 
+def _hear_interrupts() -> None:
+    """A test run in the background has interrupts ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("interrupt", [True, False])
 def test_a_real_terminal(interrupt):
@@ -108,7 +113,9 @@ def test_a_real_terminal(interrupt):
 
     outside, inside = pty.openpty()
     command = [sys.executable, "-c", FAKE.format(delay=0.3 if interrupt else 0.05), "generate", "x"]
-    process = subprocess.Popen(command, env=ENV, stdin=inside, stdout=inside, stderr=inside, close_fds=True)
+    process = subprocess.Popen(
+        command, env=ENV, stdin=inside, stdout=inside, stderr=inside, close_fds=True, preexec_fn=_hear_interrupts
+    )
     os.close(inside)
     drawn = read_until(outside, "░".encode())
     if interrupt:

@@ -81,7 +81,9 @@ def make_step(
     num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
     mask = model.config.mask_token_id
     canvas = Canvas.empty(seats, capacity, mask, device, num_blocks, num_pending)
-    params = DecodeParams(seats, max(1, *(len(each.params.quota) for each in cases)), device)
+    params = DecodeParams(
+        seats, max(1, *(max(len(each.params.quota), len(each.params.fill)) for each in cases)), device
+    )
     cache = DenseCache.empty(model.config, seats, capacity, drafter.num_scratch if drafter else 0, device, dtype)
     model.rope.reserve(capacity, device)
     step = FixedStep(

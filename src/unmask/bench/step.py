@@ -219,7 +219,13 @@ class _NoNetwork(FixedStep):
         shape = (*plan.token_SQ.shape, 1)
         return torch.zeros(shape, device=plan.token_SQ.device)
 
-    def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor) -> LogitStats:  # noqa: ARG002
+    def _predict(
+        self,
+        hidden_SQD: Tensor,  # noqa: ARG002
+        row_SC: Tensor,
+        pos_SC: Tensor,  # noqa: ARG002
+        purpose: int = 0,  # noqa: ARG002
+    ) -> LogitStats:
         prob_C = (row_SC.flatten() % 7).float() / 8
         return LogitStats(row_SC.flatten(), prob_C, prob_C, prob_C)
 

@@ -33,8 +33,9 @@ class Dual:
     def rows(self, canvas: Canvas) -> Tensor:
         block_S1 = canvas.current_block_S()[:, None]
         inside_SN = canvas.block_SN == block_S1
-        begun_S = (inside_SN & (canvas.commit_pass_SN > 0)).any(1)  # something of it was committed before
-        return canvas.visible_SN() & (inside_SN | ~begun_S[:, None])
+        visible_SN = canvas.visible_SN()
+        begun_S = (visible_SN & inside_SN & (canvas.commit_pass_SN > 0)).any(1)  # something of it was committed before
+        return visible_SN & (inside_SN | ~begun_S[:, None])
 
 
 class BlockCausal:

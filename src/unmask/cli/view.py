@@ -97,6 +97,21 @@ def summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
     return (f"{plural(len(outputs), 'request')} · " if len(outputs) > 1 else "") + line + rate
 
 
+def hard_wrap(text: Text, width: int) -> list[Text]:
+    """Lines of at most ``width`` columns. Broken anywhere: a run of undecided cells is one long word to a word wrap."""
+    return [piece for line in text.split("\n", allow_blank=True) for piece in line.divide(_breaks(line.plain, width))]
+
+
+def _breaks(line: str, width: int) -> list[int]:
+    breaks, column = [], 0
+    for place, char in enumerate(line):
+        column += cell_len(char)
+        if column > width:
+            breaks.append(place)
+            column = cell_len(char)
+    return breaks
+
+
 @dataclass(frozen=True)
 class Window:
     """Text of which no more than ``height`` lines are shown: those around the first undecided cell."""
@@ -105,7 +120,7 @@ class Window:
     height: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        lines = self.text.wrap(console, options.max_width)
+        lines = hard_wrap(self.text, options.max_width)
         focus = next((i for i, line in enumerate(lines) if UNDECIDED in line.plain), len(lines))
         first = max(0, min(focus - self.height // 2, len(lines) - self.height))
         yield from lines[first : first + self.height]

@@ -141,8 +141,10 @@ class Canvas:
         self.token_SN[seat, length:] = self.mask_token_id
         self.final_SN[seat, :length] = given
         self.final_SN[seat, length:] = True  # past the extent there is nothing to decide
+        self.commit_pass_SN[seat, length:] = UNDECIDED
         self.commit_pass_SN[seat, :length] = torch.where(given, GIVEN, UNDECIDED).to(torch.int16)
         self.commit_prob_SN[seat] = 0
+        self.block_SN[seat, length:] = 0
         self.block_SN[seat, :length] = block_N.to(self.device, torch.int16)
         for state, value in (
             (self.prompt_S, prompt),

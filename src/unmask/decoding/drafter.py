@@ -107,11 +107,19 @@ class Nested:
         return torch.arange(first, plan.pos_SQ.shape[1], device=plan.pos_SQ.device).expand(len(plan.pos_SQ), -1)
 
     def settle(
-        self, canvas: Canvas, view: FrontierView, token_SN: Tensor, prob_SN: Tensor, token_SX: Tensor, prob_SX: Tensor
+        self,
+        canvas: Canvas,
+        view: FrontierView,
+        token_SN: Tensor,
+        prob_SN: Tensor,
+        token_SX: Tensor,
+        prob_SX: Tensor,
+        params: DecodeParams,
     ) -> Verdict:
         """Accept the longest run of drafts; go on from the predictions of the last view that stands.
 
         ``token_SN``, ``prob_SN`` are view 0's predictions on the canvas, ``token_SX``, ``prob_SX`` the other views'.
+        An end of text that is accepted ends the pass: the views after it still saw what lies behind it.
         """
         pos_SB, exists_SB = self._block(canvas)
         _, placed_SZB = self._views(canvas, pos_SB)
@@ -123,9 +131,12 @@ class Nested:
         next_pos_SZ = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV1)[:, :-1, 0]
         next_token_SZ = token_SVB.gather(2, next_SV1)[:, :-1, 0]
         agrees_SZ = (next_pos_SZ == canvas.pending_pos_SZ) & (next_token_SZ == canvas.pending_token_SZ)
-        agrees_SZ = (~(agrees_SZ & open_SVB[:, :-1].any(2))).cumsum(1) == 0
+        ends_SZ = (canvas.pending_token_SZ[:, :, None] == params.eos_SE[:, None, :]).any(2)
+        ended_before_SZ = ends_SZ.cumsum(1) > ends_SZ.int()
+        agrees_SZ = (~(agrees_SZ & open_SVB[:, :-1].any(2) & ~ended_before_SZ)).cumsum(1) == 0
         last_S1B = agrees_SZ.sum(1)[:, None, None].expand(-1, 1, self.block_width)
         open_SB, token_SB, prob_SB = (x.gather(1, last_S1B)[:, 0] for x in (open_SVB, token_SVB, prob_SVB))
+        open_SB = open_SB & ~(agrees_SZ & ends_SZ).any(1, keepdim=True)
         group_SB = torch.where(open_SB, 0, -1)
         unused_SB = torch.zeros_like(prob_SB)
         return Verdict(
@@ -141,8 +152,13 @@ class Nested:
         open_SB = verdict.view.candidate_SN & ~commit_SB
         best_SZ = order(rank(scores.prob_SN.masked_fill(~open_SB, -1)), self.num_drafts)
         there_SZ = open_SB.gather(1, best_SZ)
-        canvas.pending_pos_SZ.copy_(torch.where(there_SZ, scores.pos_SW.gather(1, best_SZ), -1))
-        canvas.pending_token_SZ.copy_(torch.where(there_SZ, scores.token_SN.gather(1, best_SZ), -1))
+        active_S1 = canvas.active_S[:, None]
+        for pending_SZ, value_SB in (
+            (canvas.pending_pos_SZ, scores.pos_SW),
+            (canvas.pending_token_SZ, scores.token_SN),
+        ):
+            next_SZ = torch.where(there_SZ, value_SB.gather(1, best_SZ), -1)
+            pending_SZ.copy_(torch.where(active_S1, next_SZ, pending_SZ))
 
 
 @dataclass(frozen=True)

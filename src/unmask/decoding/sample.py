@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TOKEN, ORDER, FILL, RANK = range(4)  # purposes: independent streams of one request
+TOKEN, ORDER, FILL, RANK, VERIFY = range(5)  # purposes: independent streams of one request
 
 # Constants of the SplitMix64 generator (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -32,7 +32,7 @@ def uniform(seed_S: Tensor, pos_1N: Tensor, pass_S: Tensor, purpose: int) -> Ten
 
     ``seed`` int64 [S], ``pos`` int [1, N], ``pass`` int [S].
     """
-    key_S = _mix(seed_S * 4 + purpose + _GOLDEN)
+    key_S = _mix(seed_S * 8 + purpose + _GOLDEN)
     key_S = _mix(key_S + pass_S.long() * _GOLDEN)
     bits_SN = _mix(key_S[:, None] + (pos_1N.long() + 1) * _GOLDEN)
     return _shift(bits_SN, 40).float() * 2.0**-24

@@ -22,8 +22,12 @@ def predict(
     pos_C: Tensor,
     canvas: Canvas,
     params: DecodeParams,
+    purpose: int = TOKEN,
 ) -> ops.LogitStats:
-    """Token and confidence of each row, for the position it scores. Nothing leaves the device."""
+    """Token and confidence of each row, for the position it scores. Nothing leaves the device.
+
+    ``purpose`` keeps the random numbers of a second pass of the same step apart from the first's.
+    """
     needs = params.needs
     ban_argmax_CB = ban_softmax_CB = None
     if needs.banned or needs.stats_banned:
@@ -37,14 +41,14 @@ def predict(
         banned_b=banned_b,
         ban_argmax_CB=ban_argmax_CB,
         ban_softmax_CB=ban_softmax_CB if needs.stats_banned else None,
-        sampling=_sampling(seat_C, pos_C, canvas, params) if needs.sampled or needs.filtered else None,
+        sampling=_sampling(seat_C, pos_C, canvas, params, purpose) if needs.sampled or needs.filtered else None,
         margin=needs.margin,
         entropy=needs.entropy,
     )
 
 
-def _sampling(seat_C: Tensor, pos_C: Tensor, canvas: Canvas, params: DecodeParams) -> ops.Sampling:
-    chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, TOKEN)
+def _sampling(seat_C: Tensor, pos_C: Tensor, canvas: Canvas, params: DecodeParams, purpose: int) -> ops.Sampling:
+    chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, purpose)
     return ops.Sampling(
         params.temperature_S[seat_C],
         params.top_p_S[seat_C],

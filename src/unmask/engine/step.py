@@ -21,12 +21,13 @@ from unmask.decoding.drafter import Nested, Search, TwoPass
 from unmask.decoding.frontier import Frontier, FrontierView, Pipeline
 from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose
+from unmask.decoding.sample import TOKEN, VERIFY
 from unmask.engine.runner import Model
 from unmask.engine.scoring import predict
 from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
-READBACK = ("num_settled", "end", "num_passes", "num_undecided", "num_rows", "num_accepted", "overflow", "active")
+READBACK = ("num_settled", "end", "num_steps", "num_undecided", "num_rows", "num_accepted", "overflow", "active")
 """Columns of what a step tells the host."""
 
 
@@ -137,12 +138,14 @@ class FixedStep:
         hidden: Tensor = self.model(plan.token_SQ, DenseCacheContext(plan, self.cache, self.model.rope))
         return hidden
 
-    def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor) -> LogitStats:
+    def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor, purpose: int = TOKEN) -> LogitStats:
         """Predictions [S * C] for positions, each from its row."""
         index = row_SC[:, :, None].expand(-1, -1, hidden_SQD.shape[2])
         seat_C = self.seat_S[:, None].expand_as(pos_SC).flatten()
         hidden_CD = hidden_SQD.gather(1, index).flatten(0, 1)
-        return predict(hidden_CD, self.model.head, self.banned_b, seat_C, pos_SC.flatten(), self.canvas, self.params)
+        return predict(
+            hidden_CD, self.model.head, self.banned_b, seat_C, pos_SC.flatten(), self.canvas, self.params, purpose
+        )
 
     # --- before the forward
 
@@ -175,7 +178,8 @@ class FixedStep:
         view = work.view.at(work.slot_SC)
         commit_SC = choose(self.canvas, view, scores, self.params)
         self._commit(self._on_canvas(commit_SC, scores.pos_SW, scores.token_SN, scores.prob_SN))
-        self._end_step(work, self.seat_S * 0)
+        if not isinstance(self.drafter, TwoPass):  # its own pass ends the step
+            self._end_step(work, self.seat_S * 0, self.seat_S * 0)
         return Columns(view, scores), commit_SC
 
     def _settle_nested(self, drafter: Nested, work: Work, stats: LogitStats, drafted: LogitStats) -> None:
@@ -187,14 +191,14 @@ class FixedStep:
         )
         shape = (canvas.num_seats, drafter.num_scratch)
         predicted = (drafted.token_C.view(shape), drafted.prob_C.view(shape))
-        verdict = drafter.settle(canvas, work.view, token_SN, prob_SN, *predicted)
+        verdict = drafter.settle(canvas, work.view, token_SN, prob_SN, *predicted, self.params)
         scores = verdict.scores
         commit_SB = choose(canvas, verdict.view, scores, self.params)
         chosen = self._on_canvas(commit_SB, scores.pos_SW, scores.token_SN, scores.prob_SN)
         proved = self._on_canvas(verdict.accepted_SZ, canvas.pending_pos_SZ, canvas.pending_token_SZ, verdict.prob_SZ)
         self._commit(tuple(torch.where(proved[0], b, a) for a, b in zip(chosen, proved)))
         drafter.propose(canvas, verdict, commit_SB)
-        self._end_step(work, verdict.accepted_SZ.sum(1))
+        self._end_step(work, verdict.accepted_SZ.sum(1), self.seat_S * 0)
 
     def _on_canvas(self, chosen_SW: Tensor, pos_SW: Tensor, token_SW: Tensor, prob_SW: Tensor) -> Commits:
         """Chosen columns as bool, token and probability on the canvas."""
@@ -214,27 +218,31 @@ class FixedStep:
         search, plan = self._verify_rows(drafter, columns, commit_SC)
         first = drafter.num_context + drafter.num_search
         rows_SK = torch.arange(first, first + drafter.num_search, device=self.canvas.device).expand_as(search.pos_SK)
-        stats = self._predict(self._forward(plan), rows_SK, search.pos_SK)
-        self._settle_verified(drafter, work, search, stats)
+        stats = self._predict(self._forward(plan), rows_SK, search.pos_SK, VERIFY)
+        self._settle_verified(drafter, work, search, plan.valid_SQ, stats)
 
     def _verify_rows(self, drafter: TwoPass, columns: Columns, commit_SC: Tensor) -> tuple[Search, FixedPlan]:
         search = drafter.search(columns.view, columns.scores, commit_SC)
         search = replace(search, valid_SK=search.valid_SK & (search.pos_SK < self.canvas.end_S[:, None]))
         return search, drafter.rows(self.canvas, search)
 
-    def _settle_verified(self, drafter: TwoPass, work: Work, search: Search, stats: LogitStats) -> None:
+    def _settle_verified(
+        self, drafter: TwoPass, work: Work, search: Search, valid_SQ: Tensor, stats: LogitStats
+    ) -> None:
         token_SK, prob_SK = (value.view_as(search.pos_SK) for value in (stats.token_C, stats.prob_C))
         agrees_SK = drafter.accept(search, token_SK, prob_SK, self.params)
         self._commit(self._on_canvas(agrees_SK, search.pos_SK, search.token_SK, prob_SK), new_pass=False)
-        self._tell(work, agrees_SK.sum(1))
+        num_accepted_S = (agrees_SK & (search.pos_SK < self.canvas.end_S[:, None])).sum(1)
+        self._end_step(work, num_accepted_S, valid_SQ.sum(1))
 
-    def _end_step(self, work: Work, num_accepted_S: Tensor) -> None:
+    def _end_step(self, work: Work, num_accepted_S: Tensor, num_more_rows_S: Tensor) -> None:
         if isinstance(self.frontier, Pipeline):
             self.frontier.retire(self.canvas)
-        if not isinstance(self.drafter, TwoPass):
-            self._tell(work, num_accepted_S)
+        num_rows_S = work.plan.valid_SQ.sum(1) + num_more_rows_S
+        self.canvas.rows_S += num_rows_S
+        self._tell(work, num_rows_S, num_accepted_S)
 
-    def _tell(self, work: Work, num_accepted_S: Tensor) -> None:
+    def _tell(self, work: Work, num_rows_S: Tensor, num_accepted_S: Tensor) -> None:
         """Fill the readback; finished seats become inactive, so that a replay before the host looks changes nothing."""
         canvas = self.canvas
         num_undecided_S = canvas.undecided_SN().sum(1)
@@ -243,7 +251,7 @@ class FixedStep:
             canvas.end_S,
             canvas.pass_S,
             num_undecided_S,
-            work.plan.valid_SQ.sum(1),
+            num_rows_S,
             num_accepted_S,
             work.overflow_S,
             canvas.active_S,

@@ -202,7 +202,10 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for run.json."""
         out = dataclasses.asdict(self)
-        return {**out, "tokenizer": str(self.tokenizer), "stages": list(out["stages"])}
+        # The packaged tokenizer goes by its name: where the package lies says nothing about the run.
+        packaged = self.tokenizer.parent == Path(__file__).parents[1] / "assets"
+        tokenizer = self.tokenizer.name if packaged else str(self.tokenizer)
+        return {**out, "tokenizer": tokenizer, "stages": list(out["stages"])}
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
