@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run
+from unmask.cache.policy import Prefix
 from unmask.config import SamplingParams
+from unmask.core.canvas import Canvas
 from unmask.models.loading import load_model
 from unmask.models.transformer import Transformer
 
@@ -46,10 +49,10 @@ def test_schedule_threshold_and_factor_in_one_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "block-causal"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "tiny-dream"])
 def test_d2f_in_one_batch(name: str, policy: str) -> None:
     """Pipelined blocks; the exact cache and no cache give the same tokens in the same passes."""
-    golden = load("d2f_llada", name)
+    golden = load("d2f_dream" if name == "tiny-dream" else "d2f_llada", name)
     cases = [d2f(each["prompt_ids"], each["settings"]) for each in golden]
     chosen = {"policy": BlockCausal()} if policy == "block-causal" else {}
     step = make_step(tiny(name), cases, frontier=Pipeline(stop_adding_only=True), **chosen)
@@ -71,3 +74,30 @@ def test_freedave_dual_in_one_batch() -> None:
     for got, want in zip(run(make_step(tiny("tiny-llada"), cases, policy=Dual(), drafter=drafter), cases), golden):
         assert got.token_ids == want["output_ids"] == want["static_output_ids"], want["id"]
         assert got.num_passes == want["nfe"] < want["static_nfe"], want["id"]
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("name", MODELS)
+def test_fast_dllm_caches_in_one_batch(name: str, cache: str) -> None:
+    """The reference runs one more pass on a block that its first pass has finished; that pass commits nothing and is
+    not run here."""
+    golden = [each for each in load("fast_dllm_llada", name) if each["cache"] == cache]
+    cases = [llada(each) for each in golden]
+    step = make_step(tiny(name), cases, policy=Prefix() if cache == "prefix" else Dual())
+    for got, want in zip(run(step, cases), golden):
+        assert got.token_ids == want["output_ids"], want["id"]
+        assert got.num_passes == want["nfe"] - sum(not each["pos"] for each in want["steps"]), want["id"]
+
+
+def test_a_cache_that_never_refreshes_gives_other_answers() -> None:
+    """Negative control: the golden data depends on the refresh at a block's first pass."""
+
+    class Stale(Dual):
+        def rows(self, canvas: Canvas) -> Tensor:
+            inside_SN = canvas.block_SN == canvas.current_block_S()[:, None]
+            return super().rows(canvas) & ((canvas.pass_S[:, None] == 0) | inside_SN)
+
+    golden = [each for each in load("fast_dllm_llada", "tiny-llada") if each["cache"] == "dual"]
+    cases = [llada(each) for each in golden]
+    got = run(make_step(tiny("tiny-llada"), cases, policy=Stale()), cases)
+    assert [each.token_ids for each in got] != [want["output_ids"] for want in golden]

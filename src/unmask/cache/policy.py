@@ -27,15 +27,24 @@ class Recompute:
         return canvas.visible_SN()
 
 
+class Prefix:
+    """Fast-dLLM's prefix cache: the whole canvas when a block begins, then that block and all behind it."""
+
+    def rows(self, canvas: Canvas) -> Tensor:
+        return canvas.visible_SN() & ((canvas.block_SN >= canvas.current_block_S()[:, None]) | _begins(canvas))
+
+
 class Dual:
     """Fast-dLLM's dual cache: the whole canvas when a block begins, then the rows of that block only."""
 
     def rows(self, canvas: Canvas) -> Tensor:
-        block_S1 = canvas.current_block_S()[:, None]
-        inside_SN = canvas.block_SN == block_S1
-        visible_SN = canvas.visible_SN()
-        begun_S = (visible_SN & inside_SN & (canvas.commit_pass_SN > 0)).any(1)  # something of it was committed before
-        return visible_SN & (inside_SN | ~begun_S[:, None])
+        return canvas.visible_SN() & ((canvas.block_SN == canvas.current_block_S()[:, None]) | _begins(canvas))
+
+
+def _begins(canvas: Canvas) -> Tensor:
+    """bool [S, 1]: nothing of the current block was committed yet, so this is its first pass."""
+    inside_SN = canvas.visible_SN() & (canvas.block_SN == canvas.current_block_S()[:, None])
+    return ~(inside_SN & (canvas.commit_pass_SN > 0)).any(1, keepdim=True)
 
 
 class BlockCausal:

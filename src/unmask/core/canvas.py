@@ -55,6 +55,8 @@ class Canvas:
     """int32: for the twin of a guided seat, the seat that it follows; -1 otherwise."""
     block_state_SK: Tensor
     """uint8: CLOSED .. SEALED of each block, for frontiers that keep several blocks in flight; K = 0 for others."""
+    saved_pos_S: Tensor
+    """int64: position whose hidden row the step keeps for models with shifted logits; -1 none."""
     pending_pos_SZ: Tensor
     """int64: positions of the drafts that the next pass tries, -1 none; Z = 0 without a drafter."""
     pending_token_SZ: Tensor
@@ -93,6 +95,7 @@ class Canvas:
             active_S=full(seats, False, torch.bool),
             leader_S=full(seats, -1, torch.int32),
             block_state_SK=full((num_seats, num_blocks), CLOSED, torch.uint8),
+            saved_pos_S=full(seats, -1, torch.int64),
             pending_pos_SZ=full((num_seats, num_pending), -1, torch.int64),
             pending_token_SZ=full((num_seats, num_pending), -1, torch.int64),
         )
@@ -157,6 +160,7 @@ class Canvas:
         for state in (self.pass_S, self.sched_S, self.carry_S, self.rows_S):
             state[seat] = 0
         self.pending_pos_SZ[seat] = -1
+        self.saved_pos_S[seat] = -1
         self.block_state_SK[seat] = CLOSED
         self.block_state_SK[seat, :1] = TO_SEAL  # the prompt is decided; one pass and its rows are left alone
 

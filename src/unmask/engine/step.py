@@ -94,13 +94,20 @@ class FixedStep:
         self.banned_b = torch.tensor([model.config.mask_token_id], device=device)
         self.seat_S = torch.arange(canvas.num_seats, device=device)
         self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
+        self.shift = model.config.logit_shift
+        self.saved_SD = torch.zeros(canvas.num_seats, model.head.shape[1], dtype=model.head.dtype, device=device)
         self._check_sizes()
         if compiled:
             self._compile()
 
     def _check_sizes(self) -> None:
-        """A drafter's static shapes must fit the step's."""
+        """A drafter must suit the network, and its static shapes must fit the step's."""
         drafter, scored, capacity = self.drafter, self.budgets.num_scored, self.canvas.capacity
+        if drafter is not None and self.shift:
+            raise ConfigError(
+                f"{type(drafter).__name__} scores a position from its own row and this network from row p - {self.shift}; "
+                "run it without a drafter"
+            )
         if isinstance(drafter, TwoPass) and (drafter.num_search > scored or drafter.num_context > capacity):
             raise ConfigError(
                 f"verification searches {drafter.num_search} of {scored} scored candidates with {drafter.num_context} "
@@ -115,13 +122,15 @@ class FixedStep:
         def fused(method: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(method, fullgraph=True, dynamic=False)
 
-        for name in ("_plan", "_settle", "_settle_nested", "_verify_rows", "_settle_verified"):
+        for name in ("_plan", "_with_saved", "_settle", "_settle_nested", "_verify_rows", "_settle_verified"):
             setattr(self, name, fused(getattr(self, name)))
 
     def __call__(self) -> None:
         """One step of every active seat."""
         work = self._plan()
         hidden_SQD = self._forward(work.plan)
+        if self.shift:
+            hidden_SQD = self._with_saved(work, hidden_SQD)
         stats = self._predict(hidden_SQD, work.row_SC, work.pos_SC)
         if isinstance(self.drafter, Nested):
             rows_SX = self.drafter.scored_rows(work.plan)
@@ -137,6 +146,21 @@ class FixedStep:
     def _forward(self, plan: FixedPlan) -> Tensor:
         hidden: Tensor = self.model(plan.token_SQ, DenseCacheContext(plan, self.cache, self.model.rope))
         return hidden
+
+    def _with_saved(self, work: Work, hidden_SQD: Tensor) -> Tensor:
+        """The rows and, behind them, the one kept from an earlier pass; then keep the row that scores the leftmost
+        undecided position, if it ran: once its block is sealed it does not run again."""
+        canvas = self.canvas
+        out_SQD = torch.cat((hidden_SQD, self.saved_SD[:, None]), 1)
+        open_SN = canvas.undecided_SN()
+        first_S1 = torch.where(open_SN, canvas.pos_1N(), canvas.capacity - 1).amin(1, keepdim=True).long()
+        source_S1 = (first_S1 - self.shift).clamp(min=0)
+        row_S1, ran_S1 = self._rows_of(work.plan, source_S1)
+        row_SD = hidden_SQD.gather(1, row_S1[:, :, None].expand(-1, -1, hidden_SQD.shape[2]))[:, 0]
+        keeps_S1 = ran_S1 & open_SN.any(1, keepdim=True)
+        self.saved_SD.copy_(torch.where(keeps_S1, row_SD, self.saved_SD))
+        canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
+        return out_SQD
 
     def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor, purpose: int = TOKEN) -> LogitStats:
         """Predictions [S * C] for positions, each from its row."""
@@ -157,10 +181,15 @@ class FixedStep:
         plan = canvas_rows(canvas, recompute_SN, view.see_SN, budgets.num_rows, self.cache.trash)
         slot_SC, not_scored_S = slots(view.candidate_SN, budgets.num_scored)
         pos_SC = slot_SC.clamp(max=canvas.capacity - 1)
-        row_SC, ran_SC = self._rows_of(plan, (pos_SC - self.model.config.logit_shift).clamp(min=0))
+        source_SC = (pos_SC - self.shift).clamp(min=0)
+        row_SC, ran_SC = self._rows_of(plan, source_SC)
         overflow_S = not_scored_S + (recompute_SN.sum(1) - budgets.num_rows).clamp(min=0)
         if isinstance(self.drafter, Nested):
             plan = self.drafter.rows(canvas, plan)
+        if self.shift:
+            kept_SC = ~ran_SC & (source_SC == canvas.saved_pos_S[:, None])
+            row_SC = torch.where(kept_SC, plan.token_SQ.shape[1], row_SC)  # the saved row lies behind all others
+            ran_SC = ran_SC | kept_SC
         return Work(view, plan, slot_SC, pos_SC, row_SC, ran_SC & (slot_SC < canvas.capacity), overflow_S)
 
     def _rows_of(self, plan: FixedPlan, pos_SC: Tensor) -> tuple[Tensor, Tensor]:
