@@ -74,7 +74,7 @@ def make_step(
     needs: Needs | None = None,
 ) -> FixedStep:
     """A step with the cases in seats 0, 1, ...; further seats stay empty."""
-    seats = seats or len(cases)
+    seats = seats or len(cases) + sum(each.params.guidance > 0 for each in cases)
     device, dtype = model.head.device, model.head.dtype
     capacity = max(each.size for each in cases)
     num_blocks = 2 + max(each.length // max(each.block_length, 1) for each in cases) + 1
@@ -96,11 +96,20 @@ def make_step(
         policy=policy or Recompute(),
         drafter=drafter,
     )
-    for seat, each in enumerate(cases):
+    for seat, each in zip(seats_of(cases), cases):
         place(step, seat, each)
     if needs is not None:
         params.needs = needs
     return step
+
+
+def seats_of(cases: Sequence[Case]) -> list[int]:
+    """Where each request sits: one after the other, a guided one beside its twin."""
+    seats, free = [], 0
+    for each in cases:
+        seats.append(free)
+        free += 2 if each.params.guidance > 0 else 1
+    return seats
 
 
 def place(step: FixedStep, seat: int, each: Case) -> None:
@@ -110,7 +119,9 @@ def place(step: FixedStep, seat: int, each: Case) -> None:
     token_N = torch.tensor([*each.prompt, *[step.canvas.mask_token_id] * each.length], dtype=torch.int32)
     block_N = layout.blocks(length, len(each.prompt), each.block_length)
     step.canvas.place(seat, token_N, prompt=len(each.prompt), block_N=block_N)
-    step.params.write(seat, each.params)
+    if each.params.guidance > 0:  # the twin sits in the next seat
+        step.canvas.place(seat + 1, token_N, prompt=len(each.prompt), block_N=block_N, leader=seat)
+    step.params.write(seat, each.params, twin=seat + 1 if each.params.guidance > 0 else -1)
     step.params.needs |= needs
 
 
@@ -134,11 +145,11 @@ def run(step: FixedStep, cases: Sequence[Case], limit: int = 400) -> list[Result
     """Step until every seat is done."""
     for _ in range(limit):
         if not bool(step.canvas.active_S.any()):
-            return [result(step, seat, each) for seat, each in enumerate(cases)]
+            return [result(step, seat, each) for seat, each in zip(seats_of(cases), cases)]
         step()
         assert not step.readback[:, 6].any(), "a budget overflowed"
     raise AssertionError(f"unfinished after {limit} steps")
 
 
 __all__ = ["BlockCausal", "Blocks", "Case", "Dual", "Nested", "Pipeline", "Result", "TwoPass", "Whole", "case", "d2f"]
-__all__ += ["make_step", "place", "result", "run"]
+__all__ += ["make_step", "place", "result", "run", "seats_of"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run
+from engine.fixed import BlockCausal, Case, Dual, Nested, Pipeline, case, d2f, make_step, run, seats_of
 from unmask.cache.policy import Prefix
 from unmask.config import SamplingParams
 from unmask.core.canvas import Canvas
@@ -29,21 +29,25 @@ def tiny(name: str) -> Transformer:
 
 
 def llada(each: dict[str, Any]) -> Case:
-    """A golden case of the LLaDA families; guidance and bans of end-of-text are the engine's other tests' business."""
+    """A golden case of the LLaDA families. The reference does not stop at an end of text."""
     s = each["settings"]
-    said = {name: s[name] for name in ("threshold", "factor") if s.get(name) is not None} or {"steps": s["steps"]}
+    said = {name: s[name] for name in ("threshold", "factor", "cfg_scale") if s.get(name)}
+    said |= {} if {"threshold", "factor"} & set(said) else {"steps": s["steps"]}
+    said |= {"suppress_eos": s.get("logits_eos_inf", False), "ignore_eos": True}
+    said |= {"eos_confidence_last": s.get("confidence_eos_eot_inf", False)}
+    held = [s[name] for name in ("eos_id", "eot_id") if name in s]
     params = SamplingParams(max_tokens=s["gen_length"], block_length=s["block_length"], **said)
-    return case(each["prompt_ids"], params)
+    return case(each["prompt_ids"], params, tuple(held[:1] if said["suppress_eos"] else held))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_schedule_threshold_and_factor_in_one_batch(name: str) -> None:
+    """Guided requests, banned ends of text, schedules, thresholds and factors, and two seats that stay empty."""
     golden = [each for f in ("llada_vanilla", "llada_threshold", "llada_factor") for each in load(f, name)]
-    golden = [
-        g for g in golden if "eosinf" not in g["id"] and not g["settings"].get("cfg_scale") and g["id"] != "factor-10"
-    ]
+    golden = [each for each in golden if each["id"] != "factor-10"]  # rests on a slip of the reference
     cases = [llada(each) for each in golden]
-    for got, want in zip(run(make_step(tiny(name), cases, seats=len(cases) + 2), cases), golden):
+    step = make_step(tiny(name), cases, seats=seats_of(cases)[-1] + 4)
+    for got, want in zip(run(step, cases), golden):
         assert got.token_ids == want["output_ids"], want["id"]
         assert got.num_passes == want["nfe"], want["id"]
 

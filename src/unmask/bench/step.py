@@ -30,7 +30,7 @@ from unmask.models.transformer import Transformer
 from unmask.ops import LogitStats
 
 BLOCK = 16
-ALL_NEEDS = Needs(**dict.fromkeys(vars(Needs()), True))
+ALL_NEEDS = Needs(**dict.fromkeys(vars(Needs()), True) | {"guided": False})  # drafters refuse guidance
 LEAN = Needs()
 
 
@@ -219,15 +219,9 @@ class _NoNetwork(FixedStep):
         shape = (*plan.token_SQ.shape, 1)
         return torch.zeros(shape, device=plan.token_SQ.device)
 
-    def _predict(
-        self,
-        hidden_SQD: Tensor,  # noqa: ARG002
-        row_SC: Tensor,
-        pos_SC: Tensor,  # noqa: ARG002
-        purpose: int = 0,  # noqa: ARG002
-    ) -> LogitStats:
-        prob_C = (row_SC.flatten() % 7).float() / 8
-        return LogitStats(row_SC.flatten(), prob_C, prob_C, prob_C)
+    def _predict(self, hidden_SCD: Tensor, pos_SC: Tensor, purpose: int = 0) -> LogitStats:  # noqa: ARG002
+        prob_C = (pos_SC.flatten() % 7).float() / 8
+        return LogitStats(pos_SC.flatten(), prob_C, prob_C, prob_C)
 
 
 def _count_kernels(run: Callable[[], None]) -> int:

@@ -15,7 +15,7 @@ from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan
 from unmask.core.scores import Scores
 from unmask.decoding.params import DecodeParams
-from unmask.engine.scoring import predict
+from unmask.engine.scoring import guide, predict
 from unmask.engine.stats import Stats
 from unmask.models.attention import AttentionContext, PackedContext, RopeTable
 from unmask.models.config import ModelConfig
@@ -96,11 +96,7 @@ class Runner:
 
 
 def _guided(hidden_CD: Tensor, hidden_MD: Tensor, plan: RowPlan, wanted: _Wanted, params: DecodeParams) -> Tensor:
-    """Classifier-free guidance on hidden rows, u + (w + 1)(c - u): exact, since the head is linear."""
+    """Rows of guided seats mixed with their twins'."""
     twin_C = params.twin_S[wanted.seat_C]
-    guided_C = twin_C >= 0
-    twin_row_C = plan.row_SN[torch.where(guided_C, twin_C, wanted.seat_C), wanted.source_C]
-    without_CD = hidden_MD[twin_row_C]
-    scale_C = params.guidance_S[wanted.seat_C].to(hidden_CD.dtype)
-    mixed_CD = without_CD + (scale_C[:, None] + 1) * (hidden_CD - without_CD)
-    return torch.where(guided_C[:, None], mixed_CD, hidden_CD)
+    twin_row_C = plan.row_SN[torch.where(twin_C >= 0, twin_C, wanted.seat_C), wanted.source_C]
+    return guide(hidden_CD, hidden_MD[twin_row_C], params.guidance_S[wanted.seat_C], twin_C >= 0)

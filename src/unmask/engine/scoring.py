@@ -47,6 +47,15 @@ def predict(
     )
 
 
+def guide(with_D: Tensor, without_D: Tensor, scale: Tensor, guided: Tensor) -> Tensor:
+    """Classifier-free guidance on hidden rows [.., D], u + (w + 1)(c - u): exact, since the head is linear.
+
+    ``without`` comes from the masked prompt; ``scale`` and ``guided`` [..] say how much and which rows.
+    """
+    mixed_D = without_D + (scale[..., None].to(with_D.dtype) + 1) * (with_D - without_D)
+    return torch.where(guided[..., None], mixed_D, with_D)
+
+
 def _sampling(seat_C: Tensor, pos_C: Tensor, canvas: Canvas, params: DecodeParams, purpose: int) -> ops.Sampling:
     chance_SN = uniform(params.seed_S, canvas.pos_1N(), canvas.pass_S, purpose)
     return ops.Sampling(

@@ -23,7 +23,7 @@ from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose
 from unmask.decoding.sample import TOKEN, VERIFY
 from unmask.engine.runner import Model
-from unmask.engine.scoring import predict
+from unmask.engine.scoring import guide, predict
 from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
@@ -52,6 +52,8 @@ class Work:
     pos_SC: Tensor
     row_SC: Tensor
     """Row that scores the slot."""
+    twin_row_SC: Tensor
+    """The same position's row in the seat's guidance twin; in a seat without one, its own."""
     scored_SC: Tensor
     overflow_S: Tensor
 
@@ -105,8 +107,8 @@ class FixedStep:
         drafter, scored, capacity = self.drafter, self.budgets.num_scored, self.canvas.capacity
         if drafter is not None and self.shift:
             raise ConfigError(
-                f"{type(drafter).__name__} scores a position from its own row and this network from row p - {self.shift}; "
-                "run it without a drafter"
+                f"{type(drafter).__name__} scores a position from its own row, and this network from row "
+                f"p - {self.shift}; run it without a drafter"
             )
         if isinstance(drafter, TwoPass) and (drafter.num_search > scored or drafter.num_context > capacity):
             raise ConfigError(
@@ -127,14 +129,19 @@ class FixedStep:
 
     def __call__(self) -> None:
         """One step of every active seat."""
+        if self.params.needs.guided and self.drafter is not None:
+            raise ConfigError(f"{type(self.drafter).__name__} cannot verify guided requests; leave cfg_scale out")
         work = self._plan()
         hidden_SQD = self._forward(work.plan)
         if self.shift:
             hidden_SQD = self._with_saved(work, hidden_SQD)
-        stats = self._predict(hidden_SQD, work.row_SC, work.pos_SC)
+        hidden_SCD = _rows(hidden_SQD, work.row_SC)
+        if self.params.needs.guided:
+            hidden_SCD = self._guided(hidden_SCD, hidden_SQD, work.twin_row_SC)
+        stats = self._predict(hidden_SCD, work.pos_SC)
         if isinstance(self.drafter, Nested):
             rows_SX = self.drafter.scored_rows(work.plan)
-            drafted = self._predict(hidden_SQD, rows_SX, work.plan.pos_SQ.gather(1, rows_SX))
+            drafted = self._predict(_rows(hidden_SQD, rows_SX), work.plan.pos_SQ.gather(1, rows_SX))
             self._settle_nested(self.drafter, work, stats, drafted)
             return
         columns, commit_SC = self._settle(work, stats)
@@ -162,14 +169,24 @@ class FixedStep:
         canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
         return out_SQD
 
-    def _predict(self, hidden_SQD: Tensor, row_SC: Tensor, pos_SC: Tensor, purpose: int = TOKEN) -> LogitStats:
-        """Predictions [S * C] for positions, each from its row."""
-        index = row_SC[:, :, None].expand(-1, -1, hidden_SQD.shape[2])
+    def _predict(self, hidden_SCD: Tensor, pos_SC: Tensor, purpose: int = TOKEN) -> LogitStats:
+        """Predictions [S * C] for positions, each from its hidden row."""
         seat_C = self.seat_S[:, None].expand_as(pos_SC).flatten()
-        hidden_CD = hidden_SQD.gather(1, index).flatten(0, 1)
+        hidden_CD = hidden_SCD.flatten(0, 1)
         return predict(
             hidden_CD, self.model.head, self.banned_b, seat_C, pos_SC.flatten(), self.canvas, self.params, purpose
         )
+
+    def _twin_S(self) -> Tensor:
+        """Each seat's guidance twin; itself where it has none."""
+        return torch.where(self.params.twin_S >= 0, self.params.twin_S, self.seat_S)
+
+    def _guided(self, hidden_SCD: Tensor, hidden_SQD: Tensor, twin_row_SC: Tensor) -> Tensor:
+        without_SCD = _rows(hidden_SQD[self._twin_S()], twin_row_SC)
+        scale_SC, guided_SC = (
+            x[:, None].expand(hidden_SCD.shape[:2]) for x in (self.params.guidance_S, self.params.twin_S >= 0)
+        )
+        return guide(hidden_SCD, without_SCD, scale_SC, guided_SC)
 
     # --- before the forward
 
@@ -186,16 +203,20 @@ class FixedStep:
         overflow_S = not_scored_S + (recompute_SN.sum(1) - budgets.num_rows).clamp(min=0)
         if isinstance(self.drafter, Nested):
             plan = self.drafter.rows(canvas, plan)
+        twin_row_SC = row_SC
+        if params.needs.guided:
+            twin_row_SC, _ = self._rows_of(plan, source_SC, self._twin_S())
         if self.shift:
             kept_SC = ~ran_SC & (source_SC == canvas.saved_pos_S[:, None])
             row_SC = torch.where(kept_SC, plan.token_SQ.shape[1], row_SC)  # the saved row lies behind all others
             ran_SC = ran_SC | kept_SC
-        return Work(view, plan, slot_SC, pos_SC, row_SC, ran_SC & (slot_SC < canvas.capacity), overflow_S)
+        return Work(view, plan, slot_SC, pos_SC, row_SC, twin_row_SC, ran_SC & (slot_SC < canvas.capacity), overflow_S)
 
-    def _rows_of(self, plan: FixedPlan, pos_SC: Tensor) -> tuple[Tensor, Tensor]:
-        """Row of each position among the canvas rows, and whether there is one."""
+    def _rows_of(self, plan: FixedPlan, pos_SC: Tensor, of_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Row of each position among the rows of its seat, or of seat ``of``, and whether there is one."""
         row_SQ = torch.arange(1, plan.pos_SQ.shape[1] + 1, device=pos_SC.device).expand_as(plan.pos_SQ)
-        number_SC = spread(row_SQ, plan.pos_SQ, plan.valid_SQ, self.canvas.capacity).gather(1, pos_SC)
+        number_SN = spread(row_SQ, plan.pos_SQ, plan.valid_SQ, self.canvas.capacity)
+        number_SC = (number_SN if of_S is None else number_SN[of_S]).gather(1, pos_SC)
         return (number_SC - 1).clamp(min=0), number_SC > 0
 
     # --- after it
@@ -241,13 +262,15 @@ class FixedStep:
         eos_SE = self.params.eos_SE if stops else torch.full_like(self.params.eos_SE, -1)
         chosen_SN, token_SN, prob_SN = commits
         self.canvas.commit(chosen_SN, token_SN, prob_SN, eos_SE, new_pass=new_pass)
+        if self.params.needs.guided:
+            self.canvas.follow()
 
     def _verify(self, drafter: TwoPass, work: Work, columns: Columns, commit_SC: Tensor) -> None:
         """Flash-Verify's second forward, and its commits."""
         search, plan = self._verify_rows(drafter, columns, commit_SC)
         first = drafter.num_context + drafter.num_search
         rows_SK = torch.arange(first, first + drafter.num_search, device=self.canvas.device).expand_as(search.pos_SK)
-        stats = self._predict(self._forward(plan), rows_SK, search.pos_SK, VERIFY)
+        stats = self._predict(_rows(self._forward(plan), rows_SK), search.pos_SK, VERIFY)
         self._settle_verified(drafter, work, search, plan.valid_SQ, stats)
 
     def _verify_rows(self, drafter: TwoPass, columns: Columns, commit_SC: Tensor) -> tuple[Search, FixedPlan]:
@@ -286,4 +309,11 @@ class FixedStep:
             canvas.active_S,
         )
         self.readback.copy_(torch.stack([column.int() for column in columns], 1))
-        canvas.active_S &= num_undecided_S > 0
+        # A twin rests when its leader does.
+        leader_S = torch.where(canvas.leader_S >= 0, canvas.leader_S.long(), self.seat_S)
+        canvas.active_S &= num_undecided_S[leader_S] > 0
+
+
+def _rows(hidden_SQD: Tensor, row_SC: Tensor) -> Tensor:
+    """Hidden rows [S, C, D] by number."""
+    return hidden_SQD.gather(1, row_SC[:, :, None].expand(-1, -1, hidden_SQD.shape[2]))
