@@ -485,3 +485,119 @@ def decode(
 ) -> FlashRun:
     """The answer to `prompt`."""
     return Decoder(model, prompt, max_tokens, settings, eos_ids).run()
+
+
+# --- requests that an engine must answer in the same way
+
+
+@dataclass(frozen=True)
+class FlashCase:
+    """One named request on a golden checkpoint."""
+
+    name: str
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    settings: FlashSettings
+    eos_ids: tuple[int, ...]
+    """In place of the checkpoint's own."""
+    ends: str
+    """Where the end-of-text token stands in the answer: "start" (its first position), "middle" or "never"."""
+    matters: tuple[dict[str, object], ...]
+    """Changes of the settings each of which changes what the steps commit: an engine that ignores one is caught."""
+
+
+def made_up_prompt(length: int, seed: int) -> tuple[int, ...]:
+    """Ids below 300, the same everywhere; neither MASK nor end of text of the golden checkpoints."""
+    return tuple((37 * n * n + 11 * n + 5 * seed) % 300 for n in range(length))
+
+
+def _case(
+    name: str,
+    model: str,
+    prompt: tuple[int, int],
+    max_tokens: int,
+    eos_id: int,
+    ends: str,
+    matters: Sequence[dict[str, object]],
+    **switches: object,
+) -> FlashCase:
+    settings = FlashSettings(**switches)  # type: ignore[arg-type]
+    return FlashCase(name, model, made_up_prompt(*prompt), max_tokens, settings, (eos_id,), ends, tuple(matters))
+
+
+_MHA, _GQA, _UNUSED = "tiny-llada", "tiny-llada-gqa", 318
+
+SETTINGS = [
+    _case(
+        "cache-small", _MHA, (12, 0), 24, _UNUSED, "never",
+        [{"refresh_window": 6}, {"track": 0}, {"score_layers": 2}],
+        decode_window=6, refresh_window=10, track=5, threshold=0.8, score_layers=0,
+    ),
+    _case(
+        "cache-gqa-last-layer", _GQA, (20, 0), 24, 188, "middle",
+        [{"track": 3}, {"score_layers": 0}],
+        decode_window=8, refresh_window=8, track=6, threshold=0.6,
+    ),
+    _case(
+        "cache-softmax", _GQA, (16, 0), 24, _UNUSED, "never",
+        [{"softmax_mass": False}],
+        decode_window=8, refresh_window=12, track=6, threshold=0.7, score_layers=1, softmax_mass=True,
+    ),
+    _case(
+        "cache-refresh-rows", _MHA, (9, 10), 30, 93, "start",
+        [{"mass_rows": "decode"}],
+        decode_window=4, refresh_window=16, track=5, threshold=0.8, score_layers=0, mass_rows="refresh",
+    ),
+    _case(
+        "cache-commits-beyond-budget", _GQA, (1, 4), 28, 285, "middle",
+        [{"track": 12}],
+        decode_window=12, refresh_window=16, track=2, threshold=0.4, score_layers=1,
+    ),
+    _case(
+        "cache-full-refresh", _MHA, (30, 0), 24, _UNUSED, "never",
+        [{"full_refresh_every": None}, {"full_refresh_every": 2}],
+        decode_window=8, refresh_window=8, track=3, threshold=0.8, full_refresh_every=3,
+    ),
+    _case(
+        "verify-strict", _GQA, (20, 5), 24, _UNUSED, "never",
+        [{"isolation": "reference"}, {"accept": "product"}, {"verify_rows": 8}, {"verify": False}, {"search": 2}],
+        decode_window=8, refresh_window=16, track=8, threshold=0.8, score_layers=0,
+        verify=True, gamma=0.4, search=4, verify_rows=14,
+    ),
+    _case(
+        "verify-strict-product", _MHA, (14, 2), 24, 21, "middle",
+        [{"accept": "agreement"}, {"verify": False}, {"isolation": "reference"}],
+        decode_window=8, refresh_window=16, track=8,
+        verify=True, gamma=0.2, accept="product", search=4, verify_rows=12,
+    ),
+    _case(
+        "verify-reference-product", _GQA, (24, 1), 30, 144, "middle",
+        [{"isolation": "strict"}, {"accept": "agreement"}],
+        decode_window=8, refresh_window=12, track=8, score_layers=1,
+        verify=True, gamma=0.2, accept="product", isolation="reference", search=4, verify_rows=16,
+    ),
+    _case(
+        "verify-reference-agreement", _MHA, (16, 27), 24, 186, "start",
+        [{"isolation": "strict"}, {"verify": False}],
+        decode_window=10, refresh_window=10, track=8,
+        verify=True, gamma=0.5, isolation="reference", search=6, verify_rows=18,
+    ),
+    _case(
+        "verify-short-prompt", _MHA, (1, 10), 28, _UNUSED, "never",
+        [{"isolation": "reference"}, {"verify": False}],
+        decode_window=16, refresh_window=20, track=6, threshold=0.7, score_layers=0, softmax_mass=True,
+        verify=True, gamma=0.5,
+    ),
+    _case(
+        "verify-no-room-for-context", _GQA, (10, 0), 24, 292, "middle",
+        [{"verify_rows": 14}, {"verify": False}],
+        decode_window=40, track=4, threshold=0.8, full_refresh_every=4,
+        verify=True, gamma=0.4, search=5, verify_rows=10,
+    ),
+    _case("verify-defaults", _GQA, (40, 1), 40, _UNUSED, "never", [{"verify": False}], verify=True),
+    _case(
+        "verify-reference-defaults", _MHA, (33, 1), 40, _UNUSED, "never", [{"verify": False}],
+        verify=True, accept="product", isolation="reference",
+    ),
+]  # fmt: skip
