@@ -5,7 +5,7 @@ S seats, T schedule steps, E ending ids, B banned ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -285,7 +285,8 @@ class DecodeParams:
         return larger
 
 
-def _fill_row(row: Tensor, values: Sequence[float] | Sequence[int] | Mapping[int, int], neutral: float) -> None:
+def _fill_row(row: Tensor, values: Sequence[float], neutral: float) -> None:
+    """The values at the start of a table's row, the neutral value behind them."""
     row.fill_(neutral)
     if len(values):
         row[: len(values)] = torch.tensor(list(values), dtype=row.dtype, device=row.device)
