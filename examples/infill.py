@@ -1,4 +1,4 @@
-"""Fill holes in a given text: [[3]] is a hole of three tokens, everything else stays as it is."""
+"""Fill holes in a given text: [[2]] is a hole of two tokens, everything else stays as it is."""
 
 from unmask import LLM
 
@@ -6,8 +6,8 @@ QUESTION = (
     "Sam gets 57 grapes in the morning and 25 in the evening. He throws 37 bad grapes away. "
     "He packs the grapes in crates of 5. How many crates does he fill?"
 )
-# A hole begins where a token does: here " = ", "8", "2" are three.
-DRAFT = "He has 57 + 25[[3]] grapes\nHe has 82 - 37[[3]] grapes\nHe fills 45 / 5[[2]] crates\n#### 9"
+# Every digit is a token.
+DRAFT = "He has 57 + 25 = [[2]] grapes\nHe has 82 - 37 = [[2]] grapes\nHe fills 45 / 5 = [[1]] crates\n#### 9"
 
 
 def main() -> None:

@@ -95,3 +95,16 @@ def test_several_problems_in_one_request(llm: LLM) -> None:
     result = score(llm, held_out(2, per_request=3), SamplingParams(max_tokens=256))
     assert result.num_problems == 6
     assert result.num_correct >= 4
+
+
+def test_text_before_a_hole_is_cut_as_if_the_answer_stood_there() -> None:
+    """A space before a number belongs to the token before it; with the hole in its place it must still do so."""
+    llm = LLM()
+    conversation = [{"role": "user", "content": "Tom has 57 pens and buys 25 more. How many pens does Tom have now?"}]
+    whole = "He has 57 + 25 = 82 pens\n#### 82"
+    for draft in (whole.replace("= 82", "= [[2]]"), whole.replace("82 pens", "[[2]] pens"), whole[:-2] + "[[2]]"):
+        ids = llm.infill(draft, messages=conversation).outputs[0].token_ids
+        assert len(ids) == len(llm.tokenizer.encode(whole)), draft
+    filled = llm.infill(whole.replace("= 82", "= [[2]]"), messages=conversation)
+    assert filled.outputs[0].token_ids == llm.tokenizer.encode(whole)
+    assert filled.outputs[0].num_committed == 2

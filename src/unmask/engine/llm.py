@@ -302,11 +302,12 @@ class LLM:
         if isinstance(text, Mapping):
             ids = _ids(text.get("token_ids"), "infill token_ids")
         else:
-            encode = self._need_tokenizer("infill() got text").encode
-            pieces = HOLE.split(text)  # text, hole size, text, hole size, ..., text
+            tokenizer = self._need_tokenizer("infill() got text")
+            *pieces, last = HOLE.split(text)  # text, hole size, text, hole size, ..., text
             ids = []
-            for place, piece in enumerate(pieces):
-                ids += [mask] * int(piece) if place % 2 else list(encode(piece)) if piece else []
+            for before, size in zip(pieces[::2], pieces[1::2]):
+                ids += _before_hole(tokenizer, before) + [mask] * int(size)
+            ids += list(tokenizer.encode(last)) if last else []
         self._check_ids(ids, "infill")
         if mask not in ids:
             raise RequestError("infill found no hole; write [[6]] where six tokens are to be found")
@@ -370,6 +371,23 @@ class LLM:
             yield replace(held or StreamChunk(0, ""), output=request.output())
         finally:
             self._forget([request])
+
+
+def _before_hole(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that a hole follows, cut as they would be if a number or a word came next.
+
+    What follows can decide where a token ends: a space may belong to the token before a digit, and then the text alone
+    gives tokens that the model never saw. Of the cuts that end where the text ends, the one with the fewest tokens.
+    """
+    if not text:
+        return []
+    cuts = [list(tokenizer.encode(text))]
+    for probe in ("0", "a"):
+        *head, last = tokenizer.encode(text + probe)
+        whole = tokenizer.decode(head, skip_special_tokens=False) == text
+        if whole and tokenizer.decode([last], skip_special_tokens=False) == probe:
+            cuts.append(head)
+    return min(cuts, key=len)
 
 
 def _drain(request: _Request) -> Iterator[StreamChunk]:
