@@ -22,7 +22,7 @@ def positions(capacity: int, device: torch.device | str) -> Tensor:
 
 @dataclass
 class Canvas:
-    """Decoding state of S seats. A free seat is inactive and has extent 0."""
+    """Decoding state of S seats. A free seat is inactive and ends at 0."""
 
     mask_token_id: int
     token_SN: Tensor
@@ -39,8 +39,6 @@ class Canvas:
     """int32: first answer position."""
     end_S: Tensor
     """int32: positions at or past it are gone: not visible, no candidates, never returned."""
-    extent_S: Tensor
-    """int32: canvas length at admission."""
     pass_S: Tensor
     """int32: passes this request took part in."""
     sched_S: Tensor
@@ -87,7 +85,6 @@ class Canvas:
             block_SN=full(places, 0, torch.int16),
             prompt_S=full(seats, 0, torch.int32),
             end_S=full(seats, 0, torch.int32),
-            extent_S=full(seats, 0, torch.int32),
             pass_S=full(seats, 0, torch.int32),
             sched_S=full(seats, 0, torch.int32),
             carry_S=full(seats, 0, torch.int32),
@@ -152,7 +149,6 @@ class Canvas:
         for state, value in (
             (self.prompt_S, prompt),
             (self.end_S, length),
-            (self.extent_S, length),
             (self.leader_S, leader),
             (self.active_S, True),
         ):
@@ -167,7 +163,7 @@ class Canvas:
     def release(self, seat: int) -> None:
         """Free a seat."""
         self.active_S[seat] = False
-        self.extent_S[seat] = self.end_S[seat] = 0
+        self.end_S[seat] = 0
         self.leader_S[seat] = -1
 
     def grown(self, num_seats: int, capacity: int) -> Canvas:
@@ -198,10 +194,18 @@ class Canvas:
         first_S = torch.where(ends_SN, self.pos_1N() + 1, self.capacity + 1).amin(1)
         self.end_S.copy_(torch.minimum(self.end_S, first_S))
 
+    def leader_or_self_S(self) -> Tensor:
+        """int64 [S]: whom a seat follows; itself where it is no twin."""
+        seat_S = torch.arange(self.num_seats, device=self.device)
+        return torch.where(self.leader_S >= 0, self.leader_S.long(), seat_S)
+
+    def count_rows(self, num_rows_S: Tensor) -> None:
+        """Add the rows of a pass; a twin's count for the request that it serves."""
+        self.rows_S.scatter_add_(0, self.leader_or_self_S(), num_rows_S)
+
     def follow(self) -> None:
         """Twins take over what their leaders decided; their prompts stay masked."""
-        seat_S = torch.arange(self.num_seats, device=self.device)
-        source_S = torch.where(self.leader_S >= 0, self.leader_S.long(), seat_S)
+        source_S = self.leader_or_self_S()
         answer_SN = self.pos_1N() >= self.prompt_S[:, None]
         self.token_SN.copy_(torch.where(answer_SN, self.token_SN[source_S], self.token_SN))
         self.final_SN.copy_(torch.where(answer_SN, self.final_SN[source_S], self.final_SN))

@@ -18,8 +18,9 @@ from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose
 from unmask.engine.outputs import CanvasCell, CommitEvent, CompletionOutput, StreamChunk
 from unmask.engine.request import Answer
-from unmask.engine.runner import Model, Runner
+from unmask.engine.runner import Runner
 from unmask.engine.scheduler import Scheduler
+from unmask.engine.scoring import Model
 from unmask.engine.stats import Stats
 from unmask.engine.text import Decoder
 from unmask.errors import EngineError
@@ -34,7 +35,7 @@ def _bucket(count: int) -> int:
 
 
 class Engine:
-    """Runs sequences to their end. Not thread-safe: `LLM` calls it under a lock."""
+    """Runs answers to their end. Not thread-safe: `LLM` calls it under a lock."""
 
     def __init__(
         self, model: Model, method: Method, config: EngineConfig, *, decoder: Decoder | None, unknown_ids: list[int]
@@ -52,24 +53,20 @@ class Engine:
     # --- the queue
 
     def add(self, answer: Answer) -> None:
-        """Queue a answer."""
+        """Queue an answer."""
         self.scheduler.add(answer)
 
     @torch.inference_mode()
     def abort(self, answer: Answer) -> None:
-        """Forget a answer, wherever it is; others are not touched. Nothing happens if it is done."""
+        """Forget an answer, wherever it is; others are not touched. Nothing happens if it is done."""
         for seat in self.scheduler.release(answer):
             self._free(seat)
-
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
 
     # --- one step
 
     @torch.inference_mode()
-    def step(self) -> list[Answer]:
-        """One pass over all who are seated. Returns the sequences that are finished now."""
+    def step(self) -> None:
+        """One pass over all who are seated."""
         for answer in self.scheduler.admit():
             self._seat(answer)
         with self.stats.time("rules"):
@@ -83,13 +80,10 @@ class Engine:
             if self.params.needs.guided:
                 self.canvas.follow()
         with self.stats.time("readback"):
-            return self._read_back()
+            self._read_back()
 
     def _count(self, num_rows_S: Tensor) -> None:
-        """Rows of this pass; a twin's count for the request it serves."""
-        self.canvas.rows_S += num_rows_S
-        twin_S = self.params.twin_S
-        self.canvas.rows_S += torch.where(twin_S >= 0, num_rows_S[twin_S.clamp(min=0)], 0)
+        self.canvas.count_rows(num_rows_S)
         self.stats.num_passes += 1
         self.stats.num_rows += int(num_rows_S.sum())
 
@@ -121,7 +115,7 @@ class Engine:
 
     # --- what came of it
 
-    def _read_back(self) -> list[Answer]:
+    def _read_back(self) -> None:
         """One small transfer a step; token rows only for those who need them now."""
         canvas = self.canvas
         columns = (canvas.num_settled_S(), canvas.end_S, canvas.pass_S, canvas.prompt_S)
@@ -140,7 +134,6 @@ class Engine:
                 )
         for answer in finished:
             self._finish(answer)
-        return finished
 
     def _tell(self, answer: Answer, num_settled: int, num_passes: int) -> bool:
         """Follow the settled text; True when a stop string ends the answer here."""

@@ -19,7 +19,7 @@ from unmask.decoding.params import seat_params
 from unmask.engine.engine import Engine
 from unmask.engine.outputs import RequestOutput, StreamChunk
 from unmask.engine.request import Answer
-from unmask.engine.runner import Model
+from unmask.engine.scoring import Model
 from unmask.engine.text import TextTracker
 from unmask.errors import ConfigError, EngineError, RequestError, TokenizerError
 from unmask.methods import Method, method_named
@@ -184,7 +184,8 @@ class LLM:
         if params.stop or params.stop_token_ids:
             raise RequestError("infilling fills every hole and cannot stop early; leave stop and stop_token_ids out")
         shown = text if isinstance(text, str) else None
-        return self._run([self._admit(shown, prompt_ids, ids, params.replace(max_tokens=len(ids)), 0)])[0]
+        said = self._complete(params.replace(max_tokens=len(ids)))
+        return self._run([self._admit(shown, prompt_ids, ids, said, 0)])[0]
 
     # --- prompts to canvases
 
@@ -206,16 +207,15 @@ class LLM:
                 f"the limit is {self.max_model_len}; ask for at most {room}"
             )
         answer = [self.model.config.mask_token_id] * min(wanted, room)
-        return self._admit(text, ids, answer, params.replace(max_tokens=len(answer)), at)
+        return self._admit(text, ids, answer, said.replace(max_tokens=len(answer)), at)
 
     def _complete(self, params: SamplingParams) -> SamplingParams:
         return self.method.complete(params, self.model.config.generation, FALLBACK)
 
     def _admit(
-        self, text: str | None, prompt_ids: list[int], answer_ids: list[int], params: SamplingParams, at: int
+        self, text: str | None, prompt_ids: list[int], answer_ids: list[int], said: SamplingParams, at: int
     ) -> _Request:
-        """A request with its answers, each a canvas of its own; nothing is queued yet."""
-        said = self._complete(params)
+        """A request with its answers, each a canvas of its own; nothing is queued yet. ``said`` is complete."""
         length = len(prompt_ids) + len(answer_ids)
         if length > self.max_model_len:
             raise RequestError(f"request {at} needs {length} positions, the limit is {self.max_model_len}")
@@ -315,11 +315,14 @@ class LLM:
 
     # --- running
 
-    def _run(self, requests: list[_Request]) -> list[RequestOutput]:
+    def _queue(self, requests: list[_Request]) -> None:
         with self._lock:
             for request in requests:
                 for answer in request.answers:
                     self.engine.add(answer)
+
+    def _run(self, requests: list[_Request]) -> list[RequestOutput]:
+        self._queue(requests)
         try:
             for request in requests:
                 while self._advance(request):
@@ -357,9 +360,7 @@ class LLM:
                         self.engine.abort(answer)
 
     def _chunks(self, request: _Request, *, every: bool) -> Iterator[StreamChunk]:
-        with self._lock:
-            for answer in request.answers:
-                self.engine.add(answer)
+        self._queue([request])
         held: StreamChunk | None = None  # the last chunk carries the result, so one is kept back
         try:
             while self._advance(request):

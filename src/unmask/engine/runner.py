@@ -6,7 +6,6 @@ S seats, N positions, M rows, C scored positions, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,22 +14,9 @@ from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan
 from unmask.core.scores import Scores
 from unmask.decoding.params import DecodeParams
-from unmask.engine.scoring import guide, predict
+from unmask.engine.scoring import Model, banned_ids, guide, predict
 from unmask.engine.stats import Stats
-from unmask.models.attention import AttentionContext, PackedContext, RopeTable
-from unmask.models.config import ModelConfig
-
-
-class Model(Protocol):
-    """What the engine needs of a network; `unmask.models.transformer.Transformer` is one."""
-
-    config: ModelConfig
-    rope: RopeTable
-
-    @property
-    def head(self) -> Tensor: ...
-
-    def __call__(self, token: Tensor, ctx: AttentionContext) -> Tensor: ...
+from unmask.models.attention import PackedContext
 
 
 @dataclass(frozen=True)
@@ -50,8 +36,7 @@ class Runner:
     def __init__(self, model: Model, unknown_ids: list[int], stats: Stats) -> None:
         self.model, self.stats = model, stats
         self.shift = model.config.logit_shift
-        banned = sorted({model.config.mask_token_id, *unknown_ids})
-        self._banned_b = torch.tensor(banned, dtype=torch.int64, device=model.head.device)
+        self._banned_b = banned_ids(model, unknown_ids)
 
     def forward(self, plan: RowPlan, candidate_SN: Tensor, canvas: Canvas, params: DecodeParams) -> Scores:
         """One pass, and the scores of its candidates."""

@@ -8,7 +8,7 @@ from unmask.engine.request import Answer
 
 
 class Scheduler:
-    """First come, first served: a answer is seated when it finds its seats free and its rows fit the pass.
+    """First come, first served: an answer is seated when it finds its seats free and its rows fit the pass.
 
     ``max_rows`` bounds the rows of one pass; a canvas longer than that runs alone.
     """
@@ -20,12 +20,8 @@ class Scheduler:
         self._free = list(range(max_seats - 1, -1, -1))
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
     def num_rows(self) -> int:
-        """Most rows that the running sequences can need in one pass."""
+        """Most rows that the running answers can need in one pass."""
         return sum(answer.length * answer.num_seats for answer in self.running)
 
     def add(self, answer: Answer) -> None:
@@ -47,7 +43,7 @@ class Scheduler:
         return len(self._free) >= answer.num_seats and (rows <= self.max_rows or not self.running)
 
     def release(self, answer: Answer) -> list[int]:
-        """Take a answer out of the queue or off its seats, which are returned."""
+        """Take an answer out of the queue or off its seats, which are returned."""
         if answer in self.waiting:
             self.waiting.remove(answer)
         if answer not in self.running:

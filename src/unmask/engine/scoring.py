@@ -5,6 +5,9 @@ C scored rows, D hidden size, V vocabulary, b ids banned for all, B and E banned
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,26 @@ from unmask import ops
 from unmask.core.canvas import Canvas
 from unmask.decoding.params import DecodeParams
 from unmask.decoding.sample import TOKEN, uniform
+from unmask.models.attention import AttentionContext, RopeTable
+from unmask.models.config import ModelConfig
+
+
+class Model(Protocol):
+    """What the engine needs of a network; `unmask.models.transformer.Transformer` is one."""
+
+    config: ModelConfig
+    rope: RopeTable
+
+    @property
+    def head(self) -> Tensor: ...
+
+    def __call__(self, token: Tensor, ctx: AttentionContext) -> Tensor: ...
+
+
+def banned_ids(model: Model, unknown_ids: Sequence[int]) -> Tensor:
+    """int64 [b]: what no row may predict, MASK and the ids that the tokenizer does not know."""
+    banned = sorted({model.config.mask_token_id, *unknown_ids})
+    return torch.tensor(banned, dtype=torch.int64, device=model.head.device)
 
 
 def predict(

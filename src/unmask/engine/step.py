@@ -5,7 +5,7 @@ S seats, N positions, Q rows, C scored slots, D hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,7 @@ from unmask.decoding.frontier import Frontier, FrontierView, Pipeline
 from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose
 from unmask.decoding.sample import TOKEN, VERIFY
-from unmask.engine.runner import Model
-from unmask.engine.scoring import guide, predict
+from unmask.engine.scoring import Model, banned_ids, guide, predict
 from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
@@ -88,12 +87,13 @@ class FixedStep:
         frontier: Frontier,
         policy: CachePolicy,
         drafter: Nested | TwoPass | None = None,
+        unknown_ids: Sequence[int] = (),
         compiled: bool = False,
     ) -> None:
         self.model, self.canvas, self.params, self.cache, self.budgets = model, canvas, params, cache, budgets
         self.frontier, self.policy, self.drafter = frontier, policy, drafter
         device = canvas.device
-        self.banned_b = torch.tensor([model.config.mask_token_id], device=device)
+        self.banned_b = banned_ids(model, unknown_ids)
         self.seat_S = torch.arange(canvas.num_seats, device=device)
         self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
         self.shift = model.config.logit_shift
@@ -163,7 +163,7 @@ class FixedStep:
         first_S1 = torch.where(open_SN, canvas.pos_1N(), canvas.capacity - 1).amin(1, keepdim=True).long()
         source_S1 = (first_S1 - self.shift).clamp(min=0)
         row_S1, ran_S1 = self._rows_of(work.plan, source_S1)
-        row_SD = hidden_SQD.gather(1, row_S1[:, :, None].expand(-1, -1, hidden_SQD.shape[2]))[:, 0]
+        row_SD = _rows(hidden_SQD, row_S1)[:, 0]
         keeps_S1 = ran_S1 & open_SN.any(1, keepdim=True)
         self.saved_SD.copy_(torch.where(keeps_S1, row_SD, self.saved_SD))
         canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
@@ -291,7 +291,7 @@ class FixedStep:
         if isinstance(self.frontier, Pipeline):
             self.frontier.retire(self.canvas)
         num_rows_S = work.plan.valid_SQ.sum(1) + num_more_rows_S
-        self.canvas.rows_S += num_rows_S
+        self.canvas.count_rows(num_rows_S)
         self._tell(work, num_rows_S, num_accepted_S)
 
     def _tell(self, work: Work, num_rows_S: Tensor, num_accepted_S: Tensor) -> None:
@@ -309,9 +309,7 @@ class FixedStep:
             canvas.active_S,
         )
         self.readback.copy_(torch.stack([column.int() for column in columns], 1))
-        # A twin rests when its leader does.
-        leader_S = torch.where(canvas.leader_S >= 0, canvas.leader_S.long(), self.seat_S)
-        canvas.active_S &= num_undecided_S[leader_S] > 0
+        canvas.active_S &= num_undecided_S[canvas.leader_or_self_S()] > 0  # a twin rests when its leader does
 
 
 def _rows(hidden_SQD: Tensor, row_SC: Tensor) -> Tensor:
