@@ -12,9 +12,7 @@ Vocabulary of 64: MASK 60, end of text 61, end of turn 62, padding 63.
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unmask.models.attention import PackedContext, RopeTable
+from unmask.cache.context import PagedContext
+from unmask.models.attention import RopeTable
 from unmask.models.config import ModelConfig
 
 VOCAB, MASK, EOS, EOT, PAD = 64, 60, 61, 62, 63
@@ -36,7 +35,7 @@ class View:
     position: int
     """The position that is predicted (with a shift: one more than the row's own)."""
     canvas: Mapping[int, int]
-    """Position to token, of every visible row of this sequence."""
+    """Position to token, of everything that the row sees, as it was when it was written."""
     call: int
     """How many calls held a sequence with this first token before (so: a request's own pass, from 0)."""
 
@@ -49,20 +48,21 @@ class View:
 Script = Callable[[View], Mapping[int, float]]
 
 
-def _keep_places() -> None:
-    """Have every packed context remember where its rows are: a network needs only the angles, a script needs these."""
-    plain = PackedContext.__init__
-
-    @functools.wraps(plain)
-    def init(self: PackedContext, pos_M: Tensor, seat_M: Tensor, *rest: Any, **named: Any) -> None:
-        plain(self, pos_M, seat_M, *rest, **named)
-        _PLACES[self] = pos_M.tolist(), seat_M.tolist()
-
-    PackedContext.__init__ = init  # type: ignore[method-assign]
-
-
-_PLACES: weakref.WeakKeyDictionary[PackedContext, tuple[list[int], list[int]]] = weakref.WeakKeyDictionary()
-_keep_places()
+def _sees(ctx: PagedContext) -> list[list[tuple[int, int]]]:
+    """For every row the (position, pool entry) pairs that it sees: its sweep without shadows, and its live entries."""
+    sight, plan = ctx.sight, ctx.plan
+    entries = sight.entries().tolist()
+    position = {entry: pos for entry, pos in zip(ctx.write_M.tolist(), plan.pos_M.tolist())}
+    out = []
+    for row, (seat, see) in enumerate(zip(plan.seat_M.tolist(), plan.see_M.tolist())):
+        shadow = sight.shadow_SN[seat].tolist() if sight.shadow_SN is not None else [False] * see
+        seen = [(pos, entries[seat][pos]) for pos in range(see) if not shadow[pos]]
+        if sight.live_SJ is not None and sight.live_bits_MJ is not None:
+            bits = zip(sight.live_SJ[seat].tolist(), sight.live_bits_MJ[row].tolist())
+            canvas = {entry: pos for pos, entry in enumerate(entries[seat])}
+            seen += [(position.get(entry, canvas.get(entry, -1)), entry) for entry, bit in bits if bit]
+        out.append(seen)
+    return out
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Call:
 
     num_rows: int
     sequences: list[dict[int, int]] = field(repr=False)
-    """Position to token, for each sequence of the pass."""
+    """Position to token, of the canvas rows of each sequence of the pass."""
 
     def of(self, first: int) -> dict[int, int]:
         """The sequence that starts with token `first`."""
@@ -129,6 +129,7 @@ class Stub(nn.Module):
         self.script, self.before = script, before
         self.calls: list[Call] = []
         self._seen: dict[int, int] = defaultdict(int)
+        self._written: dict[int, int] = {}  # pool entry to the token whose row wrote it last
 
     @property
     def head(self) -> Tensor:
@@ -139,26 +140,31 @@ class Stub(nn.Module):
 
     def reset(self) -> None:
         """Forget the log and the call counts."""
-        self.calls, self._seen = [], defaultdict(int)
+        self.calls, self._seen, self._written = [], defaultdict(int), {}
 
-    def forward(self, token: Tensor, ctx: PackedContext) -> Tensor:
+    def forward(self, token: Tensor, ctx: PagedContext) -> Tensor:
         if self.before is not None:
             self.before(len(self.calls))
-        tokens, (positions, seats) = token.tolist(), _PLACES[ctx]
+        plan = ctx.plan
+        tokens, positions, seats = token.tolist(), plan.pos_M.tolist(), plan.seat_M.tolist()
         assert len(tokens) == len(positions) == len(seats), "one token, position and seat a row"
-        canvases: dict[int, dict[int, int]] = defaultdict(dict)
-        for row_token, position, seat in zip(tokens, positions, seats):
-            assert position not in canvases[seat], f"position {position} runs twice in one pass"
-            canvases[seat][position] = row_token
-        self.calls.append(Call(len(tokens), list(canvases.values())))
+        ran: dict[int, dict[int, int]] = defaultdict(dict)
+        for row_token, position, seat, column in zip(tokens, positions, seats, plan.column_M.tolist()):
+            if column == position:  # a canvas row; scratch rows run at positions that are there already
+                assert position not in ran[seat], f"position {position} runs twice in one pass"
+                ran[seat][position] = row_token
+        self.calls.append(Call(len(tokens), list(ran.values())))
+        self._written |= zip(ctx.write_M.tolist(), tokens)
+        views = [{pos: self._written[entry] for pos, entry in seen} for seen in _sees(ctx)]
         number = {}
-        for seat, canvas in canvases.items():
-            first = canvas[min(canvas)]
+        for seat in dict.fromkeys(seats):
+            view = views[seats.index(seat)]
+            first = view[min(view)]
             number[seat] = self._seen[first]
             self._seen[first] += 1
         rows = [
-            log_row(self.script(View(position + self.config.logit_shift, canvases[seat], number[seat])))
-            for position, seat in zip(positions, seats)
+            log_row(self.script(View(position + self.config.logit_shift, view, number[seat])))
+            for position, seat, view in zip(positions, seats, views)
         ]
         return torch.stack(rows).to(self.head)
 

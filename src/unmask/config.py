@@ -15,12 +15,24 @@ from typing import Any, TypeVar
 
 from unmask.errors import ConfigError, nearest
 
-# Other projects' names for our fields: Fast-dLLM, SGLang, lmdeploy, Sangam, JetEngine, LLaDA, Dream, vLLM.
+# Other projects' names for our fields: Fast-dLLM, SGLang, lmdeploy, Sangam, JetEngine, LLaDA, Dream, D2F, Diffulex,
+# vLLM. Flash-dLLM's track_num and mask_num are not among them: they count in units of 16 positions.
 ALIASES: Mapping[str, str] = {
     "gen_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "confidence_threshold": "threshold",
     "dynamic_threshold": "threshold",
+    "tau_conf": "threshold",
+    "skip_threshold": "threshold",
+    "accept_threshold": "threshold",
+    "block_add_threshold": "tau_add",
+    "add_block_threshold": "tau_add",
+    "add_new_block_threshold": "tau_add",
+    "decoded_token_threshold": "tau_act",
+    "complete_threshold": "tau_act",
+    "buffer_size": "pipeline_depth",
+    "verify_threshold": "gamma",
+    "cache_refresh_interval": "refresh_interval",
     "denoising_steps": "steps",
     "num_denoising_steps": "steps",
     "diffusion_steps": "steps",
@@ -31,10 +43,13 @@ ALIASES: Mapping[str, str] = {
     "logits_eos_inf": "suppress_eos",
     "confidence_eos_eot_inf": "eos_confidence_last",
     "suppress_tokens": "suppress_token_ids",
+    "max_num_rows": "max_num_batched_tokens",
 }
 
 REMASKING = ("low_confidence", "random")
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold_budget")
+ACCEPTANCES = ("agreement", "product")
+ISOLATIONS = ("strict", "reference")
 
 # What holds when neither the request, nor the checkpoint, nor the method says anything.
 FALLBACK: Mapping[str, Any] = {"max_tokens": 128}
@@ -55,7 +70,8 @@ def resolve_names(given: Mapping[str, Any], known: set[str], what: str) -> dict[
     for name, value in given.items():
         field = name if name in known else ALIASES.get(name, name)
         if field not in known:
-            raise ConfigError(f"unknown {what} option {name!r}; {nearest(name, known | set(ALIASES))}")
+            offered = known | {alias for alias, ours in ALIASES.items() if ours in known}
+            raise ConfigError(f"unknown {what} option {name!r}; {nearest(name, offered)}")
         if field in out:
             raise ConfigError(f"{what} option {field!r} is given twice, once as {name!r}; keep one of them")
         out[field] = value
@@ -101,6 +117,10 @@ def _float_field(name: str, value: Any, low: float, high: float, none: bool = Tr
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     _check(number, f"{name} must be a number, got {value!r}")
     _check(low <= value <= high, f"{name} must lie in [{low:g}, {high:g}], got {value}")
+
+
+def _bool_field(name: str, value: Any, none: bool = True) -> None:
+    _check(isinstance(value, bool) or (none and value is None), f"{name} must be True or False, got {value!r}")
 
 
 def _id_tuple(name: str, value: Any) -> tuple[int, ...]:
@@ -163,6 +183,8 @@ class SamplingParams:
     """Length of the fixed schedule, spread evenly over the blocks. Excludes threshold, factor, entropy_bound."""
     threshold: float | None = None
     """Commit every candidate at least this probable, and always the best one."""
+    strict_threshold: bool | None = None
+    """The threshold itself does not pass: a candidate must be more probable than that (D2F)."""
     factor: float | None = None
     """Fast-dLLM's factor rule: the n-th best commits while its confidence >= 1 - factor / (n + 1)."""
     entropy_bound: float | None = None
@@ -178,6 +200,34 @@ class SamplingParams:
     """End of Dream's time grid linspace(1, eps, steps + 1)."""
     temper_confidence: bool = False
     """Score candidates under the temperature (Dream's reference); by default confidence does not depend on it."""
+    tau_add: float | None = None
+    """For pipeline methods: a block is opened once this share of the one before it is decided."""
+    tau_act: float | None = None
+    """For pipeline methods: once this share of the block before it is decided, a block commits in every pass, its best
+    candidate at least."""
+    pipeline_depth: int | None = None
+    """For pipeline methods: blocks in flight at most."""
+    early_stop: bool | None = None
+    """For pipeline methods: what follows an end of text is dropped at once. False finishes the blocks in flight and
+    opens no more (D2F's reference); the answer ends at its first end of text either way."""
+
+    # --- what is kept, and what is tried ahead
+    refresh_window: int | None = None
+    """For tracked caches: leftmost undecided positions that a pass recomputes; those it may decide always are."""
+    track: int | None = None
+    """For tracked caches: decided positions that a pass recomputes; those just committed always are."""
+    refresh_interval: int | None = None
+    """For caches: the whole canvas is recomputed every so many passes of this request."""
+    search: int | None = None
+    """For verifying methods: positions whose predictions are tried ahead in a step, at most."""
+    gamma: float | None = None
+    """For verifying methods: least probability of a token that is tried ahead; above 1 none is accepted."""
+    accept: str | None = None
+    """For verifying methods: agreement takes a token that is predicted again, with at least gamma; product takes
+    tokens while the product of their probabilities is at least gamma."""
+    isolation: str | None = None
+    """For verifying methods: what a row sees where it may not see a draft. strict: the cached position, which knows no
+    draft; reference: a live masked row, which has seen some (Flash-dLLM's released code)."""
 
     # --- what is reported
     trajectory: bool = False
@@ -214,9 +264,10 @@ class SamplingParams:
 _FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(SamplingParams))
 # What a checkpoint or a method may recommend: the fields whose default is None ("not said").
 RECOMMENDABLE = frozenset(field.name for field in dataclasses.fields(SamplingParams) if field.default is None)
+_SWITCHES = tuple(field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, bool))
+_OPTIONAL_SWITCHES = ("strict_threshold", "early_stop")  # None leaves the choice to the method
 _RULES = ("threshold", "factor", "entropy_bound")  # adaptive rules: they say how many by themselves
 _ORDER = ("alg", "remasking")
-_SWITCHES = tuple(field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, bool))
 
 
 def _merge(said: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +298,11 @@ def _check_ranges(p: SamplingParams) -> None:
     _int_field("block_length", p.block_length, 0)
     _int_field("decode_window", p.decode_window, 1)
     _int_field("steps", p.steps, 1)
+    _int_field("pipeline_depth", p.pipeline_depth, 1)
+    _int_field("refresh_window", p.refresh_window, 1)
+    _int_field("track", p.track, 0)
+    _int_field("refresh_interval", p.refresh_interval, 1)
+    _int_field("search", p.search, 1)
     _float_field("temperature", p.temperature, 0, 100, none=False)
     _float_field("top_p", p.top_p, 1e-6, 1, none=False)
     _float_field("min_p", p.min_p, 0, 1, none=False)
@@ -256,18 +312,18 @@ def _check_ranges(p: SamplingParams) -> None:
     _float_field("entropy_bound", p.entropy_bound, 0, 1e9)
     _float_field("alg_temp", p.alg_temp, 0, 1e6, none=False)
     _float_field("eps", p.eps, 0, 1)
+    _float_field("tau_add", p.tau_add, 0, 1)
+    _float_field("tau_act", p.tau_act, 0, 1)
+    _float_field("gamma", p.gamma, 0, 1e9)
     _check(
         p.max_tokens is None or p.min_tokens <= p.max_tokens, f"min_tokens {p.min_tokens} > max_tokens {p.max_tokens}"
     )
-    for name in (
-        "ignore_eos",
-        "skip_special_tokens",
-        "suppress_eos",
-        "eos_confidence_last",
-        "temper_confidence",
-        "trajectory",
-    ):
-        _check(isinstance(getattr(p, name), bool), f"{name} must be True or False, got {getattr(p, name)!r}")
+    for name in _SWITCHES:
+        _bool_field(name, getattr(p, name), none=False)
+    for name in _OPTIONAL_SWITCHES:
+        _bool_field(name, getattr(p, name))
+    _check_choice("accept", p.accept, ACCEPTANCES)
+    _check_choice("isolation", p.isolation, ISOLATIONS)
 
 
 def _check_choice(name: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -309,8 +365,23 @@ class EngineConfig:
     """Longest canvas, prompt and answer together; None takes the checkpoint's."""
     max_num_batched_tokens: int = 8192
     """Rows of one pass. More seats than fit wait; a canvas longer than this runs alone."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the pool of keys and values; None takes what all seats need, within the share of the device's memory
+    that gpu_memory_utilization leaves free."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that weights and pool may take together; read when kv_cache_memory_bytes is None."""
+    enable_prefix_caching: bool | None = None
+    """Requests with the same prompt share its keys and values; None does so where it changes no answer, which is with
+    block-causal attention only."""
+    allow_attention_mismatch: bool = False
+    """Run a method whose attention differs from what the weights were trained for. The quality is then undefined."""
 
     def __post_init__(self) -> None:
         _int_field("max_num_seqs", self.max_num_seqs, 1, none=False)
         _int_field("max_model_len", self.max_model_len, 2)
         _int_field("max_num_batched_tokens", self.max_num_batched_tokens, 1, none=False)
+        _int_field("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _float_field("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, none=False)
+        _check(self.gpu_memory_utilization > 0, "gpu_memory_utilization must be more than 0; 0.9 is the default")
+        _bool_field("enable_prefix_caching", self.enable_prefix_caching)
+        _bool_field("allow_attention_mismatch", self.allow_attention_mismatch, none=False)

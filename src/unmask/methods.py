@@ -1,30 +1,79 @@
 """The table of methods: each is a row of choices on four axes, never a class.
 
 ``frontier`` says where tokens may be decided, ``policy`` what is recomputed, ``drafter`` what is tried ahead, and the
-recommended sampling fields (with ``schedule``) say which predictions become final. This module imports no torch.
+recommended sampling fields (with ``schedule``) say which predictions become final. Everything that a row, the weights
+and a request may not combine is refused here. This module imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
-from unmask.config import RECOMMENDABLE, SamplingParams
+from unmask.config import RECOMMENDABLE, SamplingParams, resolve_names
 from unmask.errors import ConfigError, MethodError, nearest
 
-FRONTIERS: Mapping[str, tuple[str, ...]] = {"whole": (), "blocks": ("block_length",), "window": ("decode_window",)}
-"""The frontiers, and the request fields that each of them reads."""
-POLICIES = ("recompute",)
-DRAFTERS = ("none",)
-SCHEDULES = ("even", "dream")
-_GEOMETRY = frozenset(name for names in FRONTIERS.values() for name in names)
+FRONTIERS: Mapping[str, tuple[str, ...]] = {
+    "whole": (),
+    "blocks": ("block_length",),
+    "window": ("decode_window",),
+    "pipeline": ("block_length", "tau_add", "tau_act", "pipeline_depth", "early_stop"),
+}
+"""Where tokens may be decided, and the request fields that each member reads."""
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "recompute": (),
+    "prefix": ("refresh_interval",),
+    "dual": ("refresh_interval",),
+    "tracked": ("refresh_window", "track", "refresh_interval"),
+    "block-causal": (),
+}
+"""What is recomputed, and the request fields that each member reads."""
+DRAFTERS: Mapping[str, tuple[str, ...]] = {"none": (), "two-pass": ("search", "gamma", "accept", "isolation")}
+"""What is tried ahead, and the request fields that each member reads."""
+SCHEDULES = ("even", "dream", "family")
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "tracked": {"mass": "logits", "mass_first_layer": 2, "mass_last_layer": None, "mass_rows": "decode"},
+    "two-pass": {"verify_rows": 32, "max_search": 8},
+}
+"""What a row may set once for all its requests, by member, with the defaults.
+
+mass: raw attention logits or softmax weights tell which decided positions matter; summed over the layers from
+mass_first_layer up to mass_last_layer (exclusive; None: all), and over the rows of the decode or the refresh window.
+verify_rows: rows of a verification, the context included. max_search: the largest `search` of a request.
+"""
+MAX_VERIFY_ROWS = 64  # the rows of one verification see each other through a list of this many entries
+_AXIS_FIELDS = frozenset(name for axis in (FRONTIERS, POLICIES, DRAFTERS) for names in axis.values() for name in names)
+_CACHED_BY_BLOCK = ("prefix", "dual")
+_ADAPTIVE = ("threshold", "factor", "entropy_bound")
 
 
-def _choice(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise MethodError(f"{what} {value!r} is unknown; {nearest(value, known)}")
+class Weights(Protocol):
+    """What legality asks of a model; `unmask.models.config.ModelConfig` has it."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def logit_shift(self) -> int: ...
+
+
+def _choice(what: str, value: str, known: Iterable[str]) -> None:
+    if value not in tuple(known):
+        raise MethodError(f"{what} {value!r} is unknown; {nearest(str(value), known)}")
+
+
+_ALLOWED: Mapping[str, tuple[str, ...] | int] = {
+    "mass": ("logits", "softmax"),
+    "mass_rows": ("decode", "refresh"),
+    "mass_first_layer": 0,
+    "mass_last_layer": 1,
+    "verify_rows": 2,
+    "max_search": 1,
+}
+"""Values of each option: these words, or integers from this one on; None where it is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +81,7 @@ class Method:
     """One row. A row of your own goes to ``LLM(method=Method(...))``.
 
     Raises:
-        MethodError: an axis member that does not exist.
+        MethodError: an axis member or option that does not exist, or members that exclude each other.
     """
 
     name: str
@@ -42,22 +91,151 @@ class Method:
     policy: str = "recompute"
     drafter: str = "none"
     schedule: str = "even"
-    """How a fixed schedule spreads its commits: ``even`` (LLaDA) or ``dream`` (the eps curve)."""
+    """How a fixed schedule spreads its commits: ``even`` (LLaDA), ``dream`` (the eps curve), or as the ``family`` of
+    the weights does."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Recommended values for what a request leaves unsaid."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What holds for all requests alike: see `OPTIONS`."""
 
     def __post_init__(self) -> None:
-        _choice("frontier", self.frontier, tuple(FRONTIERS))
+        _choice("frontier", self.frontier, FRONTIERS)
         _choice("policy", self.policy, POLICIES)
         _choice("drafter", self.drafter, DRAFTERS)
         _choice("schedule", self.schedule, SCHEDULES)
-        SamplingParams().filled(self.sampling)  # a row that recommends nonsense fails where it is written
+        self._check_members()
+        self._check_options()
+        self._check_sampling()
+
+    # --- what it is
 
     @property
     def describe(self) -> str:
         """One line for tables: the axes and the recommended sampling."""
-        sampling = " ".join(f"{name}={value}" for name, value in self.sampling.items())
-        return f"{self.frontier} / {self.policy} / {self.drafter}" + (f" / {sampling}" if sampling else "")
+        said = " ".join(f"{name}={value}" for name, value in [*self.sampling.items(), *self.options.items()])
+        return f"{self.frontier} / {self.policy} / {self.drafter}" + (f" / {said}" if said else "")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The request fields that only some methods read and this one does."""
+        return frozenset((*FRONTIERS[self.frontier], *POLICIES[self.policy], *DRAFTERS[self.drafter]))
+
+    @property
+    def attention(self) -> str:
+        """What its rows see, in the words of `ModelConfig.attention`: "full" or "block_causal"."""
+        return "block_causal" if self.frontier == "pipeline" else "full"
+
+    @property
+    def all_options(self) -> Mapping[str, Any]:
+        """The options of its members, the defaults filled in."""
+        defaults = {**OPTIONS.get(self.policy, {}), **OPTIONS.get(self.drafter, {})}
+        return MappingProxyType(defaults | dict(self.options))
+
+    def option(self, name: str) -> Any:
+        """One option of its members.
+
+        Raises:
+            MethodError: none of them has it.
+        """
+        self._check_option_name(name)
+        return self.all_options[name]
+
+    def schedule_for(self, config: Weights) -> str:
+        """ "even" or "dream": how a fixed schedule spreads its commits on these weights."""
+        if self.schedule != "family":
+            return self.schedule
+        return "dream" if config.family == "dream" else "even"
+
+    # --- what it may not be
+
+    def _check_members(self) -> None:
+        me, frontier, policy = f"method {self.name!r}", self.frontier, self.policy
+        if policy == "block-causal" and frontier != "pipeline":
+            raise MethodError(
+                f"{me}: policy 'block-causal' keeps whole blocks for good, which frontier {frontier!r} does not finish "
+                "in order; use frontier 'pipeline', or policy 'recompute'"
+            )
+        if frontier == "pipeline" and policy not in ("recompute", "block-causal"):
+            raise MethodError(
+                f"{me}: frontier 'pipeline' has blocks that do not see what follows, and policy {policy!r} is for rows "
+                "that see the whole canvas; use policy 'block-causal', or 'recompute'"
+            )
+        if policy in _CACHED_BY_BLOCK and frontier != "blocks":
+            raise MethodError(
+                f"{me}: policy {policy!r} recomputes one block at a time, and frontier {frontier!r} decides outside of "
+                "it; use frontier 'blocks', or policy 'recompute'"
+            )
+        if self.drafter == "two-pass" and frontier == "pipeline":
+            raise MethodError(
+                f"{me}: drafter 'two-pass' verifies with rows that see the whole canvas, and those of frontier "
+                "'pipeline' do not; use drafter 'none', or frontier 'window'"
+            )
+
+    def _check_option_name(self, name: str) -> None:
+        mine = (self.policy, self.drafter)
+        owners = [member for member, options in OPTIONS.items() if name in options]
+        if owners and not set(owners) & set(mine):
+            raise MethodError(
+                f"method {self.name!r} has no option {name!r}, which belongs to {owners[0]!r}; its members are "
+                f"{' and '.join(repr(member) for member in mine)}"
+            )
+        if not owners:
+            known = [option for member in mine for option in OPTIONS.get(member, {})]
+            hint = nearest(name, known) if known else "its members have none"
+            raise MethodError(f"method {self.name!r} has no option {name!r}; {hint}")
+
+    def _check_options(self) -> None:
+        for name, value in self.options.items():
+            self._check_option_name(name)
+            self._check_option_value(name, value)
+        if self.policy == "tracked":
+            self._check_mass_layers(self.option("mass_first_layer"), self.option("mass_last_layer"))
+        if self.drafter == "two-pass":
+            self._check_verify_rows(self.option("verify_rows"), self.option("max_search"))
+
+    def _check_option_value(self, name: str, value: Any) -> None:
+        allowed, what = _ALLOWED[name], f"method {self.name!r}: option {name}"
+        if isinstance(allowed, tuple):
+            _choice(what, value, allowed)
+            return
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= allowed
+        default = next(options[name] for options in OPTIONS.values() if name in options)
+        if not number and not (value is None and default is None):
+            raise MethodError(f"{what} must be an integer of at least {allowed}, got {value!r}")
+
+    def _check_mass_layers(self, first: int, last: int | None) -> None:
+        if last is not None and last <= first:
+            raise MethodError(
+                f"method {self.name!r}: mass_last_layer={last} (exclusive) leaves no layer from "
+                f"mass_first_layer={first} on; use at least {first + 1}"
+            )
+
+    def _check_verify_rows(self, rows: int, search: int) -> None:
+        if rows > MAX_VERIFY_ROWS:
+            raise MethodError(f"method {self.name!r}: verify_rows={rows}, at most {MAX_VERIFY_ROWS} are possible")
+        if 2 * search > rows:
+            raise MethodError(
+                f"method {self.name!r}: max_search={search} needs {2 * search} rows of a verification and "
+                f"verify_rows={rows}; use verify_rows of at least {2 * search}, or max_search of at most {rows // 2}"
+            )
+
+    def _check_sampling(self) -> None:
+        """A row that recommends nonsense fails where it is written."""
+        SamplingParams().filled(self.sampling)
+        said = resolve_names(self.sampling, set(RECOMMENDABLE), "recommended sampling")
+        for name in sorted(_AXIS_FIELDS - self.reads):
+            if _said(name, said.get(name)):
+                raise MethodError(
+                    f"method {self.name!r} recommends {name}={said[name]}, which its members "
+                    f"({self.frontier}, {self.policy}, {self.drafter}) do not read; leave it out"
+                )
+        if self.drafter == "two-pass" and (said.get("search") or 0) > (most := self.option("max_search")):
+            raise MethodError(
+                f"method {self.name!r} recommends search={said['search']} over its option max_search={most}; "
+                "change one of them"
+            )
+
+    # --- what it makes of a request
 
     def complete(
         self, params: SamplingParams, checkpoint: Mapping[str, Any], fallback: Mapping[str, Any]
@@ -67,23 +245,123 @@ class Method:
         A recommendation that this row does not read is left out; a request that says such a field is refused.
 
         Raises:
-            ConfigError: the request says a field that this method does not read.
+            ConfigError: the request says a field that this method does not read, or asks for what it cannot do.
         """
-        unread = _GEOMETRY - set(FRONTIERS[self.frontier])
+        unread = _AXIS_FIELDS - self.reads
         for name in sorted(unread):
-            if getattr(params, name):  # None is not said, and block_length=0 is the whole canvas
-                takers = [row.name for row in METHODS.values() if name in FRONTIERS[row.frontier]]
+            if _said(name, getattr(params, name)):
+                takers = [row.name for row in METHODS.values() if name in row.reads]
                 raise ConfigError(f"method {self.name!r} does not read {name}; methods that do: {', '.join(takers)}")
-        if params.alg == "origin" and self.schedule != "dream":
-            raise ConfigError(f"alg='origin' needs Dream's schedule; use method='dream' instead of {self.name!r}")
         recommended = {k: v for k, v in checkpoint.items() if k in RECOMMENDABLE and k not in unread}
         if self.name != checkpoint.get("method"):  # a recommended rule belongs to the recommended method
             recommended = {k: v for k, v in recommended.items() if k in ("max_tokens", "block_length")}
-        return params.filled(recommended, self.sampling, fallback)
+        complete = params.filled(recommended, self.sampling, fallback)
+        self._check_request(complete)
+        return complete
+
+    def _check_request(self, params: SamplingParams) -> None:
+        self._check_schedule(params)
+        if self.drafter == "none":
+            return
+        if params.cfg_scale > 0:
+            raise ConfigError(
+                f"cfg_scale={params.cfg_scale} mixes two canvases and method {self.name!r} verifies on one; "
+                f"use cfg_scale=0, or a method that tries nothing ahead ({self._without_drafter()})"
+            )
+        if params.search is not None and params.search > (most := self.option("max_search")):
+            raise ConfigError(
+                f"search={params.search} is over the {most} that method {self.name!r} has rows for; "
+                f"use at most {most}, or a Method with a larger option max_search"
+            )
+
+    def _check_schedule(self, params: SamplingParams) -> None:
+        """A fixed schedule counts on candidates that the frontier has to offer."""
+        origin = params.alg == "origin"
+        if origin and (self.schedule == "even" or self.frontier not in ("whole", "blocks")):
+            raise ConfigError(
+                f"alg='origin' needs Dream's schedule, over blocks or the whole canvas; use method='dream' instead of "
+                f"{self.name!r}"
+            )
+        adaptive = any(getattr(params, name) is not None for name in _ADAPTIVE)
+        if self.frontier == "pipeline" and (not adaptive or params.alg == "confidence_threshold_budget"):
+            said = f"steps={params.steps}" if params.steps is not None else "no threshold, factor or entropy_bound"
+            raise ConfigError(
+                f"method {self.name!r} opens blocks as they fill, so that a fixed schedule ({said}) finds fewer "
+                "candidates than it counts on; use a threshold, or a method with frontier 'blocks'"
+            )
+
+    def _without_drafter(self) -> str:
+        alike = [row.name for row in METHODS.values() if (row.frontier, row.policy) == (self.frontier, self.policy)]
+        return next((name for name in alike if METHODS[name].drafter == "none"), "confidence")
+
+
+def _said(name: str, value: Any) -> bool:
+    """None is not said, and block_length=0 is the whole canvas."""
+    return value is not None and not (name == "block_length" and value == 0)
+
+
+def leads(method: Method, logit_shift: int) -> bool:
+    """Whether the first pass of a block decides its first position only.
+
+    That position is scored by a row before the block, which the policies that recompute one block run in its first pass
+    only; the reference takes it there, alone and whatever its confidence.
+    """
+    return method.policy in _CACHED_BY_BLOCK and logit_shift != 0
+
+
+def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
+    """Whether these weights can run the method. ``allow`` lets the attention differ from what they were trained for.
+
+    Raises:
+        MethodError: they cannot.
+    """
+    if method.drafter == "two-pass" and config.logit_shift:
+        raise MethodError(
+            f"method {method.name!r} verifies each position by its own row, and this network scores a position from "
+            f"row p - {config.logit_shift}; use a method with drafter 'none', such as {method._without_drafter()!r}"
+        )
+    if allow or method.attention == config.attention:
+        return
+    words = {"full": "full", "block_causal": "block-causal"}
+    instead = {"full": "'confidence'", "block_causal": "'d2f'"}[config.attention]
+    raise MethodError(
+        f"method {method.name!r} has {words[method.attention]} attention and these weights were trained for "
+        f"{words[config.attention]} attention; use a method such as {instead}. To run it all the same, with undefined "
+        "quality: allow_attention_mismatch=True / --allow-attention-mismatch"
+    )
+
+
+def check_prefix_caching(method: Method, wanted: bool | None) -> bool:
+    """Whether requests with the same prompt share its keys and values; None takes them where that is exact.
+
+    Raises:
+        MethodError: wanted where what follows a prompt changes its keys and values.
+    """
+    exact = method.policy == "block-causal"
+    if wanted and not exact:
+        raise MethodError(
+            f"enable_prefix_caching=True, and with policy {method.policy!r} of method {method.name!r} a prompt's keys "
+            "and values depend on what follows; leave it out, or use policy 'block-causal' (method 'd2f')"
+        )
+    return exact if wanted is None else wanted
 
 
 def _table(*rows: Method) -> Mapping[str, Method]:
     return MappingProxyType({row.name: row for row in rows})
+
+
+_FAST_DLLM: Mapping[str, Any] = {"threshold": 0.9, "block_length": 32}
+_WINDOW: Mapping[str, Any] = {"threshold": 0.9, "decode_window": 16}
+_FLASH_CACHE: Mapping[str, Any] = {**_WINDOW, "refresh_window": 64, "track": 64}
+_VERIFY: Mapping[str, Any] = {"search": 8, "gamma": 0.8, "accept": "agreement", "isolation": "strict"}
+_D2F: Mapping[str, Any] = {
+    "block_length": 32,
+    "tau_add": 0.1,
+    "tau_act": 0.95,
+    "threshold": 0.9,
+    "strict_threshold": True,
+    "pipeline_depth": 4,
+}
 
 
 METHODS: Mapping[str, Method] = _table(
@@ -124,6 +402,80 @@ METHODS: Mapping[str, Method] = _table(
         paper="arXiv 2510.14973",
         frontier="window",
         sampling={"threshold": 0.9, "decode_window": 32},
+    ),
+    Method(
+        name="fast-dllm-prefix",
+        title="Blocks, with keys and values kept for what lies before the block",
+        paper="arXiv 2505.22618",
+        policy="prefix",
+        schedule="family",
+        sampling=_FAST_DLLM,
+    ),
+    Method(
+        name="fast-dllm-dual",
+        title="Blocks, with keys and values kept for what lies before and after the block",
+        paper="arXiv 2505.22618",
+        policy="dual",
+        schedule="family",
+        sampling=_FAST_DLLM,
+    ),
+    Method(
+        name="flash-cache",
+        title="A window, recomputed with the decided positions that its queries attend to most",
+        paper="arXiv 2609.26796",
+        frontier="window",
+        policy="tracked",
+        sampling=_FLASH_CACHE,
+    ),
+    Method(
+        name="flash-verify",
+        title="flash-cache, and a second pass that checks predictions ahead, each without having seen it",
+        paper="arXiv 2609.26796",
+        frontier="window",
+        policy="tracked",
+        drafter="two-pass",
+        sampling={**_FLASH_CACHE, **_VERIFY},
+    ),
+    Method(
+        name="flash-verify-reference",
+        title="flash-verify as its released code does it",
+        paper="arXiv 2609.26796",
+        frontier="window",
+        policy="tracked",
+        drafter="two-pass",
+        sampling={**_FLASH_CACHE, **_VERIFY, "accept": "product", "isolation": "reference"},
+    ),
+    Method(
+        name="flash-dllm",
+        title="flash-verify as its paper prints it",
+        paper="arXiv 2609.26796",
+        frontier="window",
+        policy="tracked",
+        drafter="two-pass",
+        sampling={**_FLASH_CACHE, **_VERIFY, "isolation": "reference"},
+    ),
+    Method(
+        name="flash-verify-uncached",
+        title="flash-verify with the whole canvas recomputed in every first pass",
+        paper="arXiv 2609.26796",
+        frontier="window",
+        drafter="two-pass",
+        sampling={**_WINDOW, **_VERIFY},
+    ),
+    Method(
+        name="d2f",
+        title="Blocks in a pipeline, block-causal: finished blocks are kept for good",
+        paper="arXiv 2508.09192",
+        frontier="pipeline",
+        policy="block-causal",
+        sampling=_D2F,
+    ),
+    Method(
+        name="d2f-uncached",
+        title="d2f with the whole canvas recomputed in every pass",
+        paper="arXiv 2508.09192",
+        frontier="pipeline",
+        sampling=_D2F,
     ),
 )
 

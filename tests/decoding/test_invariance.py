@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from decoding.helpers import Request, engine, facts, generate
 from oracles.golden import tiny_model
 from stubs import Stub, View
 from unmask import LLM, SamplingParams
-from unmask.models.attention import PackedContext
+from unmask.ops import Sight
 from unmask.models.transformer import Transformer
 
 SHARED: list[dict[str, Any]] = [
@@ -161,6 +162,11 @@ def test_control_rows_of_other_requests() -> None:
 def test_control_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that also sees the padding that a longer neighbour causes."""
     check(lambda seats: engine(tiny_model("tiny-llada"), max_num_seqs=seats), requests(SHARED[:4]))
-    monkeypatch.setattr(PackedContext, "_occupied", lambda *_: None)
+
+    def careless(self: Sight) -> list[Any]:
+        return [replace(group, allowed_gRK=None) for group in groups(self)]
+
+    groups = Sight.groups.func
+    monkeypatch.setattr(Sight, "groups", property(careless))
     with pytest.raises(AssertionError):
         check(lambda seats: engine(tiny_model("tiny-llada"), max_num_seqs=seats), requests(SHARED[:4]))

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from unmask.cache.dense import DenseCache
 from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Recompute
+from unmask.cache.pool import PagePool, kv_planes, num_pages_for
 from unmask.config import SamplingParams
 from unmask.core import layout
 from unmask.core.canvas import Canvas
-from unmask.decoding.drafter import Nested, TwoPass
+from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Whole
 from unmask.decoding.params import DecodeParams, Needs, SeatParams, seat_params
-from unmask.engine.step import Budgets, FixedStep
+from unmask.engine.step import Budgets, Step
 from unmask.models.transformer import Transformer
 
 
@@ -58,6 +58,7 @@ def d2f(prompt: Sequence[int], settings: dict[str, Any]) -> Case:
         said,
         (settings["eos_token_id"],),
         strict=True,
+        drains=True,
         tau_add=settings["block_add_threshold"],
         tau_act=settings["decoded_token_threshold"],
     )
@@ -70,28 +71,29 @@ def make_step(
     seats: int | None = None,
     frontier: Frontier | None = None,
     policy: CachePolicy | None = None,
-    drafter: Nested | TwoPass | None = None,
+    drafter: Drafter | None = None,
     needs: Needs | None = None,
-) -> FixedStep:
+    fixed: bool = True,
+) -> Step:
     """A step with the cases in seats 0, 1, ...; further seats stay empty."""
     seats = seats or len(cases) + sum(each.params.guidance > 0 for each in cases)
     device, dtype = model.head.device, model.head.dtype
     capacity = max(each.size for each in cases)
     num_blocks = 2 + max(each.length // max(each.block_length, 1) for each in cases) + 1
-    num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
     mask = model.config.mask_token_id
-    canvas = Canvas.empty(seats, capacity, mask, device, num_blocks, num_pending)
+    drafter = drafter or Drafter()
+    canvas = Canvas.empty(seats, capacity, mask, device, num_blocks, drafter.num_pending)
     params = DecodeParams(
         seats, max(1, *(max(len(each.params.quota), len(each.params.fill)) for each in cases)), device
     )
-    cache = DenseCache.empty(model.config, seats, capacity, drafter.num_scratch if drafter else 0, device, dtype)
+    pool = make_pool(model, seats, capacity, drafter.num_scratch)
     model.rope.reserve(capacity, device)
-    step = FixedStep(
+    step = Step(
         model,
         canvas,
         params,
-        cache,
-        Budgets(capacity, capacity),
+        pool,
+        budgets=Budgets(capacity, capacity) if fixed else None,
         frontier=frontier or Blocks(),
         policy=policy or Recompute(),
         drafter=drafter,
@@ -103,6 +105,25 @@ def make_step(
     return step
 
 
+def make_pool(model: Transformer, seats: int, capacity: int, num_scratch: int = 0) -> PagePool:
+    """A pool in which every seat has all its pages, and its neighbours' lie between them."""
+    planes, pages = kv_planes(model.config, model.head.dtype), num_pages_for(capacity)
+    pool = PagePool(
+        planes,
+        num_layers=model.config.num_layers,
+        num_pages=seats * pages,
+        num_seats=seats,
+        max_positions=capacity,
+        num_scratch=num_scratch,
+        device=model.head.device,
+    )
+    for seat in range(seats):
+        assert pool.reserve(seat, capacity)
+    shuffled = torch.randperm(seats * pages, generator=torch.Generator().manual_seed(capacity)) + 1
+    pool.page_table_SP.copy_(shuffled.view(seats, pages))
+    return pool
+
+
 def seats_of(cases: Sequence[Case]) -> list[int]:
     """Where each request sits: one after the other, a guided one beside its twin."""
     seats, free = [], 0
@@ -112,7 +133,7 @@ def seats_of(cases: Sequence[Case]) -> list[int]:
     return seats
 
 
-def place(step: FixedStep, seat: int, each: Case) -> None:
+def place(step: Step, seat: int, each: Case) -> None:
     """Admit a request into a free seat, in place."""
     needs = step.params.needs
     length = each.size
@@ -134,14 +155,14 @@ class Result:
     commit_pass: list[int]
 
 
-def result(step: FixedStep, seat: int, each: Case) -> Result:
+def result(step: Step, seat: int, each: Case) -> Result:
     start, end = len(each.prompt), int(step.canvas.end_S[seat])
     row = step.canvas.token_SN[seat, start:end].tolist()
     return Result(row, int(step.canvas.pass_S[seat]), step.canvas.commit_pass_SN[seat, start:end].tolist())
 
 
 @torch.inference_mode()
-def run(step: FixedStep, cases: Sequence[Case], limit: int = 400) -> list[Result]:
+def run(step: Step, cases: Sequence[Case], limit: int = 400) -> list[Result]:
     """Step until every seat is done."""
     for _ in range(limit):
         if not bool(step.canvas.active_S.any()):

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from unmask.bench.environment import environment
-from unmask.cache.dense import DenseCache
-from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Recompute
+from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Recompute, Tracked
+from unmask.cache.pool import PagePool, kv_planes, num_pages_for
 from unmask.config import SamplingParams
 from unmask.core import layout
 from unmask.core.canvas import Canvas
-from unmask.decoding.drafter import Nested, TwoPass
+from unmask.core.rows import RowPlan
+from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Window
 from unmask.decoding.params import DecodeParams, Needs, seat_params
 from unmask.engine.graphs import CapturedStep, Readback
-from unmask.engine.step import Budgets, FixedStep
+from unmask.engine.step import Budgets, Step
 from unmask.models.config import ModelConfig
 from unmask.models.transformer import Transformer
 from unmask.ops import LogitStats
@@ -41,7 +42,7 @@ class Kind:
     name: str
     frontier: Callable[[], Frontier]
     policy: Callable[[], CachePolicy]
-    drafter: Callable[[], Nested | TwoPass | None] = lambda: None
+    drafter: Callable[[], Drafter] = Drafter
 
 
 KINDS = (
@@ -50,6 +51,8 @@ KINDS = (
     Kind("pipeline", Pipeline, BlockCausal),
     Kind("nested", Blocks, Dual, lambda: Nested(num_drafts=3, block_width=BLOCK)),
     Kind("two-pass", Blocks, Recompute, TwoPass),
+    Kind("tracked", Window, Tracked),
+    Kind("flash", Window, Tracked, TwoPass),
 )
 
 
@@ -89,26 +92,36 @@ def build(
     capacity: int,
     budgets: Budgets,
     needs: Needs,
-    cls: type[FixedStep] = FixedStep,
+    cls: type[Step] = Step,
     *,
     compiled: bool = False,
-) -> FixedStep:
-    """An empty step of this kind."""
+) -> Step:
+    """An empty step of this kind; every seat has its pages."""
     torch._dynamo.reset()  # steps share their code, and a process may compile one function for eight of them only
     drafter, device = kind.drafter(), model.head.device
-    num_pending = drafter.num_drafts if isinstance(drafter, Nested) else 0
-    canvas = Canvas.empty(seats, capacity, model.config.mask_token_id, device, capacity // BLOCK + 3, num_pending)
+    canvas = Canvas.empty(
+        seats, capacity, model.config.mask_token_id, device, capacity // BLOCK + 3, drafter.num_pending
+    )
     params = DecodeParams(seats, 512, device)
     params.needs = needs
-    num_scratch = drafter.num_scratch if drafter else 0
-    cache = DenseCache.empty(model.config, seats, capacity, num_scratch, device, model.head.dtype)
+    pool = PagePool(
+        kv_planes(model.config, model.head.dtype),
+        num_layers=model.config.num_layers,
+        num_pages=seats * num_pages_for(capacity),
+        num_seats=seats,
+        max_positions=capacity,
+        num_scratch=drafter.num_scratch,
+        device=device,
+    )
+    for seat in range(seats):
+        pool.reserve(seat, capacity)
     model.rope.reserve(capacity, device)
-    axes = {"frontier": kind.frontier(), "policy": kind.policy(), "drafter": drafter}
-    return cls(model, canvas, params, cache, budgets, **axes, compiled=compiled)  # type: ignore[arg-type]
+    axes: dict[str, Any] = {"frontier": kind.frontier(), "policy": kind.policy(), "drafter": drafter}
+    return cls(model, canvas, params, pool, budgets=budgets, **axes, compiled=compiled)
 
 
-def admit(step: FixedStep, seat: int, number: int, prompt: int, answer: int) -> None:
-    """Request ``number`` takes a seat; requests cycle through the rules."""
+def admit(step: Step, seat: int, number: int, prompt: int, answer: int) -> None:
+    """Request ``number`` takes a seat; requests cycle through the rules, or through the ways of verification."""
     rules: tuple[dict[str, Any], ...] = (
         {"threshold": 0.3},
         {"steps": answer},
@@ -116,7 +129,7 @@ def admit(step: FixedStep, seat: int, number: int, prompt: int, answer: int) -> 
         {"entropy_bound": 0.5},
         {"steps": max(answer // 3, -(-answer // BLOCK)), "temperature": 0.8, "top_p": 0.95},
     )
-    rule = rules[number % len(rules)] if step.drafter is None else rules[1]
+    rule = rules[1] if step.drafter.num_scratch else rules[number % len(rules)]
     needs = step.params.needs
     params = SamplingParams(max_tokens=answer, block_length=BLOCK, decode_window=BLOCK, seed=number, **rule)
     sizes = [min(BLOCK, answer - start) for start in range(0, answer, BLOCK)]
@@ -127,7 +140,9 @@ def admit(step: FixedStep, seat: int, number: int, prompt: int, answer: int) -> 
     block = layout.blocks(prompt + answer, prompt, BLOCK)
     step.canvas.place(seat, token, prompt=prompt, block_N=block)
     rule_params = seat_params(params, kind="even", masks_per_block=sizes, model_eos=eos, seed=number)
-    step.params.write(seat, replace(rule_params, gamma=0.0))
+    caching = {"refresh": 2 * BLOCK, "track": BLOCK}
+    verifying = {"gamma": 0.0, "isolated": number % 2 == 0, "product": number % 3 == 0, "search": 8 - number % 4}
+    step.params.write(seat, replace(rule_params, **caching, **verifying))
     step.params.needs = needs
 
 
@@ -149,13 +164,13 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _state(step: FixedStep) -> dict[str, Tensor]:
+def _state(step: Step) -> dict[str, Tensor]:
     tensors = {name: value.clone() for name, value in vars(step.canvas).items() if isinstance(value, Tensor)}
     return tensors | {"readback": step.readback.clone()}
 
 
 @torch.inference_mode()
-def scenario(step: FixedStep, run: Callable[[], None], num_steps: int) -> list[dict[str, Tensor]]:
+def scenario(step: Step, run: Callable[[], None], num_steps: int) -> list[dict[str, Tensor]]:
     """Four seats, the last empty: a short request ends, another takes its seat, the host looks one step late."""
     readback = Readback(step.readback)
     for seat, (prompt, answer) in enumerate(((9, 12), (17, 48), (30, 40))):
@@ -212,16 +227,22 @@ def check_replay(
     }
 
 
-class _NoNetwork(FixedStep):
+class _NoMass:
+    """What `_NoNetwork` shows a policy."""
+
+    def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
+        return torch.zeros(len(num_counted_S), capacity, device=num_counted_S.device)
+
+
+class _NoNetwork(Step):
     """The step without the network and the head: what is left is rules, packing and state."""
 
-    def _forward(self, plan: Any) -> Tensor:
-        shape = (*plan.token_SQ.shape, 1)
-        return torch.zeros(shape, device=plan.token_SQ.device)
+    def _forward(self, plan: RowPlan, counts_M: Tensor | None = None) -> tuple[Tensor, Any]:  # noqa: ARG002
+        return torch.zeros(len(plan.token_M), 1, device=plan.token_M.device), _NoMass()
 
-    def _predict(self, hidden_SCD: Tensor, pos_SC: Tensor, purpose: int = 0) -> LogitStats:  # noqa: ARG002
+    def _predict(self, rows_MD: Tensor, row_SC: Tensor, pos_SC: Tensor, *args: Any, **options: Any) -> LogitStats:  # noqa: ARG002
         prob_C = (pos_SC.flatten() % 7).float() / 8
-        return LogitStats(pos_SC.flatten(), prob_C, prob_C, prob_C)
+        return LogitStats(pos_SC.flatten(), prob_C, prob_C, prob_C, prob_C)
 
 
 def _count_kernels(run: Callable[[], None]) -> int:
@@ -250,7 +271,7 @@ def measure(kind: Kind, model: Transformer, seats: int, needs: Needs, *, compile
     label = "greedy" if needs == LEAN else "all"
     out: dict[str, Any] = {"kind": kind.name, "seats": seats, "needs": label, "compiled": compiled}
     out |= {"capacity": 1536, "num_rows": 128, "num_scored": 64}
-    for name, cls in (("whole", FixedStep), ("rules", _NoNetwork)):
+    for name, cls in (("whole", Step), ("rules", _NoNetwork)):
         step = build(kind, model, seats, 1536, Budgets(128, 64), needs, cls, compiled=compiled)
         run = CapturedStep(step)
         for seat in range(seats):

@@ -84,9 +84,12 @@ def option_type(hint: Any) -> Any:
     return hint if union else hint | None
 
 
-def _declaration(field: dataclasses.Field[Any]) -> str:
-    """A switch that is on already has only an option that puts it off."""
-    return f" /--no-{option_name(field)[2:]}" if field.default is True else option_name(field)
+def _declaration(field: dataclasses.Field[Any], hint: Any) -> str:
+    """A switch that is on already has only an option that puts it off; one that is neither has both."""
+    on, off = option_name(field), f"--no-{option_name(field)[2:]}"
+    if field.default is True:
+        return f" /{off}"
+    return f"{on}/{off}" if field.default is None and bool in typing.get_args(hint) else on
 
 
 def _help(cls: type, field: dataclasses.Field[Any]) -> str:
@@ -104,7 +107,7 @@ def option_parameters(cls: type, panel: str, skip: Sequence[str] = ()) -> list[i
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(None, _declaration(field), help=_help(cls, field), rich_help_panel=panel),
+            default=typer.Option(None, _declaration(field, hints[field.name]), help=_help(cls, field), rich_help_panel=panel),
             annotation=option_type(hints[field.name]),
         )
         for field in dataclasses.fields(cls)

@@ -40,7 +40,9 @@ class Canvas:
     end_S: Tensor
     """int32: positions at or past it are gone: not visible, no candidates, never returned."""
     pass_S: Tensor
-    """int32: passes this request took part in."""
+    """int32: steps this request took part in: one pass each, two where a drafter verifies in a pass of its own."""
+    num_forward_S: Tensor
+    """int32: forward passes this request had rows in."""
     sched_S: Tensor
     """int32: place in the request's schedule."""
     carry_S: Tensor
@@ -53,6 +55,9 @@ class Canvas:
     """int32: for the twin of a guided seat, the seat that it follows; -1 otherwise."""
     block_state_SK: Tensor
     """uint8: CLOSED .. SEALED of each block, for frontiers that keep several blocks in flight; K = 0 for others."""
+    mass_SN: Tensor
+    """float32: how much the undecided positions looked at each position in the last pass; before there is any such
+    mass, and for policies that do not track, the position itself: the rightmost weighs most."""
     saved_pos_S: Tensor
     """int64: position whose hidden row the step keeps for models with shifted logits; -1 none."""
     pending_pos_SZ: Tensor
@@ -86,12 +91,14 @@ class Canvas:
             prompt_S=full(seats, 0, torch.int32),
             end_S=full(seats, 0, torch.int32),
             pass_S=full(seats, 0, torch.int32),
+            num_forward_S=full(seats, 0, torch.int32),
             sched_S=full(seats, 0, torch.int32),
             carry_S=full(seats, 0, torch.int32),
             rows_S=full(seats, 0, torch.int64),
             active_S=full(seats, False, torch.bool),
             leader_S=full(seats, -1, torch.int32),
             block_state_SK=full((num_seats, num_blocks), CLOSED, torch.uint8),
+            mass_SN=full(places, 0, torch.float32),
             saved_pos_S=full(seats, -1, torch.int64),
             pending_pos_SZ=full((num_seats, num_pending), -1, torch.int64),
             pending_token_SZ=full((num_seats, num_pending), -1, torch.int64),
@@ -119,6 +126,11 @@ class Canvas:
     def undecided_SN(self) -> Tensor:
         """Positions still to be decided. A twin decides nothing: it follows its leader."""
         return self.visible_SN() & ~self.final_SN & (self.leader_S < 0)[:, None]
+
+    def new_SN(self, ago: int = 0) -> Tensor:
+        """bool [S, N]: committed in the request's last step, or in the one ``ago`` steps before."""
+        step_S1 = (self.pass_S - ago)[:, None]
+        return self.visible_SN() & (self.commit_pass_SN == step_S1) & (step_S1 > 0)
 
     def current_block_S(self) -> Tensor:
         """[S] the leftmost block with something undecided; beyond all blocks when there is none."""
@@ -153,8 +165,9 @@ class Canvas:
             (self.active_S, True),
         ):
             state[seat] = value
-        for state in (self.pass_S, self.sched_S, self.carry_S, self.rows_S):
+        for state in (self.pass_S, self.num_forward_S, self.sched_S, self.carry_S, self.rows_S):
             state[seat] = 0
+        self.mass_SN[seat] = self.pos_1N()[0].float()
         self.pending_pos_SZ[seat] = -1
         self.saved_pos_S[seat] = -1
         self.block_state_SK[seat] = CLOSED
@@ -166,10 +179,10 @@ class Canvas:
         self.end_S[seat] = 0
         self.leader_S[seat] = -1
 
-    def grown(self, num_seats: int, capacity: int) -> Canvas:
+    def grown(self, num_seats: int, capacity: int, num_blocks: int) -> Canvas:
         """A larger canvas with the same seats in the same places."""
-        sizes = (self.block_state_SK.shape[1], self.pending_pos_SZ.shape[1])
-        larger = Canvas.empty(num_seats, capacity, self.mask_token_id, self.device, *sizes)
+        num_pending = self.pending_pos_SZ.shape[1]
+        larger = Canvas.empty(num_seats, capacity, self.mask_token_id, self.device, num_blocks, num_pending)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
@@ -199,8 +212,9 @@ class Canvas:
         seat_S = torch.arange(self.num_seats, device=self.device)
         return torch.where(self.leader_S >= 0, self.leader_S.long(), seat_S)
 
-    def count_rows(self, num_rows_S: Tensor) -> None:
-        """Add the rows of a pass; a twin's count for the request that it serves."""
+    def count_pass(self, num_rows_S: Tensor) -> None:
+        """Count a forward pass with so many rows of each seat; a twin's rows count for the request that it serves."""
+        self.num_forward_S += (num_rows_S > 0).int()
         self.rows_S.scatter_add_(0, self.leader_or_self_S(), num_rows_S)
 
     def follow(self) -> None:

@@ -1,11 +1,15 @@
-"""A forward pass is a list of rows: which tokens, at which positions, of which seats.
+"""A forward pass is a list of rows: which tokens, at which positions, written where, seeing what.
 
-S seats, N positions, M rows, C scored positions.
+S seats, N canvas positions, X scratch columns, E = N + X + 1 columns of a seat, M rows, Q rows a seat in a pass of fixed
+shape, J live columns, W slots
+
+A seat's *columns* are its canvas positions, then the scratch columns that a drafter brings, then one for padding, which
+is written and never read. A row runs for a column and writes that column's K/V.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,40 +18,53 @@ from unmask.core.canvas import Canvas
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Columns that a drafter adds to a pass, and who sees what of them (the live list)."""
+
+    token_SX: Tensor
+    pos_SX: Tensor
+    valid_SX: Tensor
+    """bool: the column runs."""
+    live_SJ: Tensor
+    """int64: columns of the live list, canvas or scratch."""
+    canvas_bits_SJ: Tensor
+    """bool: which of them the canvas rows of this pass see."""
+    bits_SXJ: Tensor
+    """bool: which of them each scratch row sees."""
+    shadow_SN: Tensor
+    """bool: canvas positions that the sweep leaves out, since the live list has them."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The live list of a pass, by row."""
+
+    column_SJ: Tensor
+    bits_MJ: Tensor
+    shadow_SN: Tensor
+
+
+@dataclass(frozen=True)
 class RowPlan:
-    """One pass, ragged: rows seat by seat, positions ascending."""
+    """One pass: rows seat by seat, columns ascending."""
 
     token_M: Tensor
     pos_M: Tensor
     seat_M: Tensor
-    """Number of the row's seat among the seats of this pass (not its place in the batch)."""
-    see_S: Tensor
-    """Rows of seat s of this pass see its positions [0, see_s)."""
-    width: int
-    """Longest visible canvas of this pass."""
-    row_SN: Tensor
-    """Row of every canvas position; -1 where it has none."""
+    column_M: Tensor
+    see_M: Tensor
+    """Rows see the canvas positions [0, see) that are not shadowed."""
     num_rows_S: Tensor
-    """Rows by place in the batch."""
-
-
-def pack(canvas: Canvas, recompute_SN: Tensor) -> RowPlan:
-    """Rows for the positions ``recompute`` bool [S, N]. Waits for the device: for eager passes."""
-    seat_M, pos_M = recompute_SN.nonzero(as_tuple=True)
-    num_rows_S = recompute_SN.sum(1)
-    used_S = num_rows_S > 0
-    number_S = used_S.cumsum(0) - 1
-    see_S = canvas.end_S[used_S]
-    row_SN = (recompute_SN.flatten().cumsum(0) - 1).view_as(recompute_SN).masked_fill(~recompute_SN, -1)
-    return RowPlan(
-        token_M=canvas.token_SN[seat_M, pos_M],
-        pos_M=pos_M,
-        seat_M=number_S[seat_M],
-        see_S=see_S,
-        width=int(see_S.max()) if see_S.numel() else 0,
-        row_SN=row_SN,
-        num_rows_S=num_rows_S,
-    )
+    """Rows of each seat, padding not counted."""
+    row_SE: Tensor
+    """Row of each column; -1 where it has none."""
+    overflow_S: Tensor
+    """Rows that a fixed shape had no room for."""
+    num_keys: int
+    """No row sees further."""
+    per_seat: int | None
+    """Rows of every seat, padding included, in a pass of fixed shape; None: as many as there are."""
+    live: Live | None
 
 
 def slots(wanted_SN: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -70,48 +87,59 @@ def spread(value_SW: Tensor, pos_SW: Tensor, valid_SW: Tensor, capacity: int) ->
     return out.scatter_(1, torch.where(valid_SW, pos_SW, capacity), value_SW)[:, :capacity]
 
 
-@dataclass(frozen=True)
-class FixedPlan:
-    """One pass of fixed shape: Q rows a seat, of which some are padding. Entries are places in a seat's dense cache:
-    the canvas, then scratch, then one entry that is written and never read."""
+def pack(
+    canvas: Canvas, run_SN: Tensor, see_SN: Tensor, scratch: Scratch | None = None, *, per_seat: int | None = None
+) -> RowPlan:
+    """The pass that runs the canvas positions ``run`` bool [S, N] and the scratch columns.
 
-    token_SQ: Tensor
-    pos_SQ: Tensor
-    write_SQ: Tensor
-    """Entry that takes the row's K/V."""
-    see_SQ: Tensor
-    """Rows see canvas entries [0, see) that are not shadowed."""
-    valid_SQ: Tensor
-    live_SJ: Tensor
-    """Entries of the live list."""
-    live_bits_SQJ: Tensor
-    """bool: which of them each row sees."""
-    shadow_SN: Tensor
-    """bool: canvas entries that the sweep leaves out, since the live list has that position."""
-
-
-def canvas_rows(canvas: Canvas, recompute_SN: Tensor, see_SN: Tensor, num_rows: int, trash: int) -> FixedPlan:
-    """Rows for the positions ``recompute``, each writing its own canvas entry; nothing is live."""
-    slot_SQ, _ = slots(recompute_SN, num_rows)
-    valid_SQ = slot_SQ < canvas.capacity
-    pos_SQ = slot_SQ.clamp(max=canvas.capacity - 1)
-    nothing = torch.zeros(*pos_SQ.shape, 0, dtype=torch.bool, device=pos_SQ.device)
-    return FixedPlan(
-        token_SQ=canvas.token_SN.gather(1, pos_SQ),
-        pos_SQ=pos_SQ,
-        write_SQ=torch.where(valid_SQ, pos_SQ, trash),
-        see_SQ=torch.where(valid_SQ, see_SN.gather(1, pos_SQ), 0),
-        valid_SQ=valid_SQ,
-        live_SJ=pos_SQ[:, :0],
-        live_bits_SQJ=nothing,
-        shadow_SN=torch.zeros_like(recompute_SN),
+    Canvas rows see [0, see) of ``see`` [S, N], scratch rows the whole canvas. Without ``per_seat`` there are as many rows
+    as are wanted, which waits for the device; with it every seat has that many, some of them padding.
+    """
+    padding_S1 = torch.zeros_like(run_SN[:, :1])
+    wanted_SE = torch.cat((run_SN, padding_S1) if scratch is None else (run_SN, scratch.valid_SX, padding_S1), 1)
+    place_SE = wanted_SE.cumsum(1)
+    num_wanted_S = place_SE[:, -1]
+    if per_seat is None:
+        seat_M, column_M = wanted_SE.nonzero(as_tuple=True)
+        start_S, num_rows_S = num_wanted_S.cumsum(0) - num_wanted_S, num_wanted_S
+    else:
+        column_SQ, _ = slots(wanted_SE[:, :-1], per_seat)
+        column_M, seat_S = column_SQ.flatten(), torch.arange(len(run_SN), device=run_SN.device)
+        seat_M, start_S, num_rows_S = seat_S.repeat_interleave(per_seat), seat_S * per_seat, num_wanted_S.clamp(max=per_seat)
+        wanted_SE = wanted_SE & (place_SE <= per_seat)
+    token_SE, pos_SE, see_SE = _columns(canvas, see_SN, scratch)
+    see_M = see_SE[seat_M, column_M]
+    return RowPlan(
+        token_M=token_SE[seat_M, column_M],
+        pos_M=pos_SE[seat_M, column_M],
+        seat_M=seat_M,
+        column_M=column_M,
+        see_M=see_M,
+        num_rows_S=num_rows_S,
+        row_SE=torch.where(wanted_SE, start_S[:, None] + place_SE - 1, -1),
+        overflow_S=num_wanted_S - num_rows_S,
+        num_keys=canvas.capacity if per_seat is not None else int(see_M.max()) if len(see_M) else 0,
+        per_seat=per_seat,
+        live=None if scratch is None else _live(canvas, scratch, seat_M, column_M),
     )
 
 
-def join(plan: FixedPlan, scratch: FixedPlan) -> FixedPlan:
-    """Two parts of one pass. The second brings live list and shadow; its bits cover the rows of both parts."""
+def _columns(canvas: Canvas, see_SN: Tensor, scratch: Scratch | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, position and reach of every column; padding is MASK at 0 that sees nothing."""
+    pos_SN = canvas.pos_1N().expand_as(see_SN)
+    mask_S1, zero_S1 = torch.full_like(pos_SN[:, :1], canvas.mask_token_id), torch.zeros_like(pos_SN[:, :1])
+    token, pos, see = [canvas.token_SN], [pos_SN], [see_SN.int()]
+    if scratch is not None:
+        token.append(scratch.token_SX.int())
+        pos.append(scratch.pos_SX.int())
+        see.append(torch.where(scratch.valid_SX, canvas.end_S[:, None], 0))
+    token_SE, pos_SE, see_SE = (torch.cat(x, 1) for x in ((*token, mask_S1), (*pos, zero_S1), (*see, zero_S1)))
+    return token_SE, pos_SE, see_SE
 
-    def both(name: str) -> Tensor:
-        return torch.cat((getattr(plan, name), getattr(scratch, name)), 1)
 
-    return replace(scratch, **{name: both(name) for name in ("token_SQ", "pos_SQ", "write_SQ", "see_SQ", "valid_SQ")})
+def _live(canvas: Canvas, scratch: Scratch, seat_M: Tensor, column_M: Tensor) -> Live:
+    """Kinds of rows, by the bits that they hold: canvas rows, each scratch column, padding."""
+    canvas_S1J = scratch.canvas_bits_SJ[:, None]
+    bits_SKJ = torch.cat((canvas_S1J, scratch.bits_SXJ, torch.zeros_like(canvas_S1J)), 1)
+    kind_M = (column_M - canvas.capacity + 1).clamp(min=0)
+    return Live(scratch.live_SJ, bits_SKJ[seat_M, kind_M], scratch.shadow_SN)

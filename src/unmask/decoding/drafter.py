@@ -1,28 +1,114 @@
 """What is tried ahead? Drafters add scratch rows, whose K/V no canvas row ever sees, and say what they proved.
 
-S seats, N positions, Q canvas rows, Z pending drafts, B block positions, V = Z + 1 views, J live entries,
+S seats, N positions, W columns of the rule, X scratch columns, Z pending drafts, B block positions, V = Z + 1 views,
 T context rows, K searched positions
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unmask.core.canvas import Canvas
-from unmask.core.rows import FixedPlan, join, spread
+from unmask.core.rows import Scratch, spread
 from unmask.core.scores import Scores
 from unmask.decoding.frontier import FrontierView
 from unmask.decoding.params import DecodeParams
-from unmask.decoding.rule import order, rank
+from unmask.decoding.rule import choose, order, rank
 
 
 def first_best(key: Tensor) -> Tensor:
     """Index of the largest entry along the last axis, the leftmost on ties on every device."""
     index = torch.arange(key.shape[-1], device=key.device)
     return torch.where(key == key.amax(-1, keepdim=True), index, key.shape[-1]).amin(-1).clamp(max=key.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of some rows: the token each would commit, and its probability."""
+
+    token_SW: Tensor
+    prob_SW: Tensor
+    asked_prob_SW: Tensor
+    """Probability of the token that was asked about; zeros if none was."""
+
+
+class Turn(Protocol):
+    """A pass that has run, as a drafter sees it."""
+
+    canvas: Canvas
+    params: DecodeParams
+    view: FrontierView
+    """Its columns are those of `scores`."""
+    scores: Scores
+
+    def drafted(self) -> Prediction:
+        """Predictions of this pass's scratch rows, all X of them."""
+        ...
+
+    def again(self, scratch: Scratch, first: int, pos_SK: Tensor, ask_SK: Tensor) -> Prediction:
+        """A second pass over scratch rows alone; predictions of the K of them from column ``first`` on."""
+        ...
+
+
+class Drafter:
+    """One member of the axis; this one tries nothing ahead, so a pass ends with the rule."""
+
+    num_scratch = 0
+    """Scratch entries that a seat needs."""
+    num_second = 0
+    """Rows of a second pass; 0: there is none."""
+    num_pending = 0
+    """Drafts that wait for the next pass."""
+    parts: tuple[str, ...] = ("rule",)
+    """Methods without a forward inside: what a compiled step fuses."""
+
+    def scratch(self, canvas: Canvas) -> Scratch | None:  # noqa: ARG002
+        """Rows that go beside the canvas rows of a pass."""
+        return None
+
+    def settle(self, turn: Turn) -> Tensor:
+        """Commit what this step decides; int64 [S]: how many drafts were accepted."""
+        self.rule(turn.canvas, turn.params, turn.view, turn.scores)
+        return torch.zeros_like(turn.canvas.rows_S)
+
+    def rule(self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores) -> Tensor:
+        """The rule and its commits; bool [S, W], what it chose."""
+        chosen_SW = choose(canvas, view, scores, params)
+        commit(canvas, params, scores.pos_SW, chosen_SW, scores.token_SN, scores.prob_SN)
+        return chosen_SW
+
+
+def on_canvas(canvas: Canvas, pos_SW: Tensor, chosen_SW: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """Chosen columns as bool [S, N], and their values."""
+    return tuple(spread(value, pos_SW, chosen_SW, canvas.capacity) for value in (chosen_SW, *values))
+
+
+def commit(
+    canvas: Canvas,
+    params: DecodeParams,
+    pos_SW: Tensor,
+    chosen_SW: Tensor,
+    token_SW: Tensor,
+    prob_SW: Tensor,
+    *,
+    new_step: bool = True,
+) -> None:
+    """Make the chosen columns final. Seats that drain do not end at an end of text."""
+    chosen_SN, token_SN, prob_SN = on_canvas(canvas, pos_SW, chosen_SW, token_SW, prob_SW)
+    commit_canvas(canvas, params, chosen_SN, token_SN, prob_SN, new_step=new_step)
+
+
+def commit_canvas(
+    canvas: Canvas, params: DecodeParams, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, *, new_step: bool = True
+) -> None:
+    """The same by position."""
+    canvas.commit(chosen_SN, token_SN, prob_SN, params.stops_SE, new_pass=new_step)
+    if params.needs.guided:
+        canvas.follow()
 
 
 @dataclass(frozen=True)
@@ -37,7 +123,7 @@ class Verdict:
     scores: Scores
 
 
-class Nested:
+class Nested(Drafter):
     """FreeDave (arXiv 2510.00294): views of the current block with 1, 2, ... of the pending drafts filled in.
 
     All views run in one pass. Draft z + 1 is accepted when the view before it, on its own, would have committed just
@@ -45,9 +131,11 @@ class Nested:
     Expects one commit a pass and ranking by probability.
     """
 
+    parts = ("judge",)
+
     def __init__(self, num_drafts: int, block_width: int) -> None:
         self.num_drafts, self.block_width = num_drafts, block_width
-        self.num_scratch = num_drafts * block_width
+        self.num_pending, self.num_scratch = num_drafts, num_drafts * block_width
 
     def _block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """Positions of the current block [S, B], and which of them exist."""
@@ -66,55 +154,62 @@ class Nested:
         base_SB = canvas.token_SN.gather(1, pos_SB).long()
         return torch.where(placed_SZB, token_SZB, base_SB[:, None, :]), placed_SZB
 
-    def rows(self, canvas: Canvas, plan: FixedPlan) -> FixedPlan:
-        """The pass with the views' rows: they see the canvas without this block, and their own block."""
+    def scratch(self, canvas: Canvas) -> Scratch:
+        """The views' rows: they see the canvas without this block, and their own block."""
         pos_SB, exists_SB = self._block(canvas)
         token_SZB, _ = self._views(canvas, pos_SB)
         drafted_SZ = canvas.pending_pos_SZ >= 0
         valid_SZB = exists_SB[:, None, :] & drafted_SZ[:, :, None]
-        num_seats, trash = len(pos_SB), canvas.capacity + self.num_scratch
-        entry_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SB.device)
-        valid_SX = valid_SZB.flatten(1)
+        column_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SB.device)
         has_drafts_S1 = drafted_SZ.any(1, keepdim=True)
-        return join(
-            plan,
-            FixedPlan(
-                token_SQ=token_SZB.flatten(1).to(plan.token_SQ.dtype),
-                pos_SQ=pos_SB.repeat(1, self.num_drafts),
-                write_SQ=torch.where(valid_SX, entry_X, trash),
-                see_SQ=torch.where(valid_SX, canvas.end_S[:, None], 0),
-                valid_SQ=valid_SX,
-                live_SJ=torch.cat((pos_SB, entry_X.expand(num_seats, -1)), 1),
-                live_bits_SQJ=self._bits(plan, exists_SB & has_drafts_S1, valid_SZB),
-                shadow_SN=(canvas.block_SN == canvas.current_block_S()[:, None]) & has_drafts_S1,
-            ),
+        return Scratch(
+            token_SX=token_SZB.flatten(1),
+            pos_SX=pos_SB.repeat(1, self.num_drafts),
+            valid_SX=valid_SZB.flatten(1),
+            live_SJ=torch.cat((pos_SB, column_X.expand(len(pos_SB), -1)), 1),
+            canvas_bits_SJ=torch.cat((exists_SB & has_drafts_S1, torch.zeros_like(valid_SZB.flatten(1))), 1),
+            bits_SXJ=self._bits(valid_SZB),
+            shadow_SN=(canvas.block_SN == canvas.current_block_S()[:, None]) & has_drafts_S1,
         )
 
-    def _bits(self, plan: FixedPlan, base_SB: Tensor, valid_SZB: Tensor) -> Tensor:
-        """Canvas rows hold the bits of the block's canvas entries, a view's rows those of the view."""
+    def _bits(self, valid_SZB: Tensor) -> Tensor:
+        """A view's rows hold the bits of that view, and none of the block's canvas entries."""
         num_seats, num_views, width = valid_SZB.shape
-        own_ZZ = torch.eye(num_views, dtype=torch.bool, device=base_SB.device)
+        own_ZZ = torch.eye(num_views, dtype=torch.bool, device=valid_SZB.device)
         views = own_ZZ[None, :, None, :, None] & valid_SZB[:, None, None, :, :]
         views = views.expand(-1, -1, width, -1, -1).reshape(num_seats, num_views * width, num_views * width)
-        canvas = base_SB[:, None, :].expand(-1, plan.pos_SQ.shape[1], -1)
-        off_canvas = views.new_zeros(num_seats, canvas.shape[1], num_views * width)
-        off_views = views.new_zeros(num_seats, num_views * width, width)
-        return torch.cat((torch.cat((canvas, off_canvas), 2), torch.cat((off_views, views), 2)), 1)
+        return torch.cat((views.new_zeros(num_seats, num_views * width, width), views), 2)
 
-    def scored_rows(self, plan: FixedPlan) -> Tensor:
-        """Rows of the pass that the views are scored from, [S, Z * B]."""
-        first = plan.pos_SQ.shape[1] - self.num_scratch
-        return torch.arange(first, plan.pos_SQ.shape[1], device=plan.pos_SQ.device).expand(len(plan.pos_SQ), -1)
+    def settle(self, turn: Turn) -> Tensor:
+        drafted = turn.drafted()
+        return self.judge(turn.canvas, turn.params, turn.view, turn.scores, drafted)
 
-    def settle(
+    def judge(
+        self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores, drafted: Prediction
+    ) -> Tensor:
+        """Drafts that stand, the rule on the last view that does, and the next drafts; how many were accepted."""
+        pos_SW, there_SW = scores.pos_SW, scores.scored_SN & view.candidate_SN
+        open_SN, token_SN, prob_SN = on_canvas(canvas, pos_SW, there_SW, scores.token_SN, scores.prob_SN)
+        verdict = self.verdict(canvas, open_SN, token_SN, prob_SN, drafted.token_SW, drafted.prob_SW, params, view.see_SN)
+        best = verdict.scores
+        chosen_SB = choose(canvas, verdict.view, best, params)
+        chosen = on_canvas(canvas, best.pos_SW, chosen_SB, best.token_SN, best.prob_SN)
+        pending = (canvas.pending_pos_SZ.clamp(min=0), verdict.accepted_SZ, canvas.pending_token_SZ, verdict.prob_SZ)
+        proved = on_canvas(canvas, *pending)
+        commit_canvas(canvas, params, *(torch.where(proved[0], b, a) for a, b in zip(chosen, proved)))
+        self.propose(canvas, verdict, chosen_SB)
+        return verdict.accepted_SZ.sum(1)
+
+    def verdict(
         self,
         canvas: Canvas,
-        view: FrontierView,
+        open_SN: Tensor,
         token_SN: Tensor,
         prob_SN: Tensor,
         token_SX: Tensor,
         prob_SX: Tensor,
         params: DecodeParams,
+        see_SN: Tensor,
     ) -> Verdict:
         """Accept the longest run of drafts; go on from the predictions of the last view that stands.
 
@@ -125,7 +220,7 @@ class Nested:
         _, placed_SZB = self._views(canvas, pos_SB)
         token_SVB = torch.cat((token_SN.gather(1, pos_SB)[:, None], token_SX.view(placed_SZB.shape)), 1)
         prob_SVB = torch.cat((prob_SN.gather(1, pos_SB)[:, None], prob_SX.view(placed_SZB.shape)), 1)
-        open_SB = exists_SB & view.candidate_SN.gather(1, pos_SB)
+        open_SB = exists_SB & open_SN.gather(1, pos_SB)
         open_SVB = torch.cat((open_SB[:, None], open_SB[:, None] & ~placed_SZB), 1)
         next_SV1 = first_best(prob_SVB.masked_fill(~open_SVB, -1))[..., None]
         next_pos_SZ = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV1)[:, :-1, 0]
@@ -142,7 +237,7 @@ class Nested:
         return Verdict(
             agrees_SZ,
             prob_SVB.gather(2, next_SV1)[:, :-1, 0],
-            FrontierView(open_SB, group_SB, view.see_SN),
+            FrontierView(open_SB, group_SB, see_SN),
             Scores(pos_SB, open_SB, token_SB, prob_SB, unused_SB, unused_SB),
         )
 
@@ -170,56 +265,87 @@ class Search:
     valid_SK: Tensor
 
 
-class TwoPass:
-    """Flash-Verify (arXiv 2609.26796): a second pass looks at the next candidates with and without their drafts.
+class TwoPass(Drafter):
+    """Flash-Verify (arXiv 2609.26796 section 3.2): a second pass looks at the next candidates with and without drafts.
 
-    Rows of the second pass: context (the latest decided positions), drafts, and MASK at the same positions; all
-    write scratch. In ``strict`` isolation the MASK row of a position reads nothing that has seen its own draft: later
-    searched positions come from the cache, as the first pass wrote them. The reference's isolation, live MASK rows
-    throughout, leaks from the second layer on.
+    Rows of the second pass: decided context, drafts, and MASK at the same positions; all write scratch. In strict
+    isolation the MASK row of a position reads nothing that has seen its own draft: later searched positions come from the
+    cache, as the first pass wrote them. The reference's isolation, live MASK rows throughout, leaks from the second layer
+    on. ``num_rows`` is the most rows of the second pass: two a searched position, the rest context.
     """
 
-    def __init__(self, *, num_context: int = 16, num_search: int = 8, strict: bool = True) -> None:
-        self.num_context, self.num_search, self.strict = num_context, num_search, strict
-        self.num_scratch = num_context + 2 * num_search
+    parts = ("draft", "accept")
 
-    def search(self, view: FrontierView, scores: Scores, commit_SW: Tensor) -> Search:
-        """The most confident candidates that the rule left undecided."""
-        open_SW = view.candidate_SN & scores.scored_SN & ~commit_SW
+    def __init__(self, *, num_rows: int = 32, num_search: int = 8) -> None:
+        self.num_rows, self.num_search = num_rows, num_search
+        self.num_context = max(num_rows - 2, 0)  # with one position searched, the least
+        self.num_scratch = self.num_context + 2 * num_search
+        self.num_second = max(num_rows, 2 * num_search)
+
+    def settle(self, turn: Turn) -> Tensor:
+        search, scratch = self.draft(turn.canvas, turn.params, turn.view, turn.scores)
+        first = self.num_context + self.num_search
+        seen = turn.again(scratch, first, search.pos_SK, search.token_SK)
+        return self.accept(turn.canvas, turn.params, search, seen)
+
+    def draft(
+        self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores
+    ) -> tuple[Search, Scratch]:
+        """The rule's commits, then the most confident of what it left, and the second pass over them."""
+        chosen_SW = self.rule(canvas, params, view, scores)
+        search = self._search(canvas, params, view, scores, chosen_SW)
+        return search, self._rows(canvas, params, search)
+
+    def _search(
+        self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores, chosen_SW: Tensor
+    ) -> Search:
+        open_SW = view.candidate_SN & scores.scored_SN & ~chosen_SW & (scores.pos_SW < canvas.end_S[:, None])
         best_SK = order(rank(scores.prob_SN.masked_fill(~open_SW, -1)), self.num_search)
         pos_SK, token_SK, valid_SK = (x.gather(1, best_SK) for x in (scores.pos_SW, scores.token_SN, open_SW))
-        return Search(pos_SK, token_SK, valid_SK)
+        place_K = torch.arange(best_SK.shape[1], device=best_SK.device)
+        missing = self.num_search - best_SK.shape[1]  # fewer columns than can be searched
+        valid_SK = valid_SK & (place_K < params.search_S[:, None])
+        return Search(*(torch.nn.functional.pad(x, (0, missing)) for x in (pos_SK, token_SK, valid_SK)))
 
-    def rows(self, canvas: Canvas, search: Search) -> FixedPlan:
+    def _rows(self, canvas: Canvas, params: DecodeParams, search: Search) -> Scratch:
         """The second pass."""
-        context_ST, has_context_ST = self._context(canvas)
-        busy_S1 = search.valid_SK.any(1, keepdim=True)
-        valid_SQ = torch.cat((has_context_ST & busy_S1, search.valid_SK, search.valid_SK), 1)
-        pos_SQ = torch.cat((context_ST, search.pos_SK, search.pos_SK), 1)
+        context_ST, has_context_ST = self._context(canvas, search.valid_SK.sum(1))
+        valid_SX = torch.cat((has_context_ST, search.valid_SK, search.valid_SK), 1)
+        pos_SX = torch.cat((context_ST, search.pos_SK, search.pos_SK), 1)
         mask_SK = torch.full_like(search.token_SK, canvas.mask_token_id)
-        token_SQ = torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1)
-        entry_Q = canvas.capacity + torch.arange(self.num_scratch, device=pos_SQ.device)
-        live_valid_SJ = torch.cat((valid_SQ, search.valid_SK), 1)
-        hidden_SN = spread(torch.ones_like(valid_SQ), pos_SQ, valid_SQ, canvas.capacity)
-        return FixedPlan(
-            token_SQ=token_SQ,
-            pos_SQ=pos_SQ,
-            write_SQ=torch.where(valid_SQ, entry_Q, canvas.capacity + self.num_scratch),
-            see_SQ=torch.where(valid_SQ, canvas.end_S[:, None], 0),
-            valid_SQ=valid_SQ,
-            live_SJ=torch.cat((entry_Q.expand(len(pos_SQ), -1), search.pos_SK), 1),
-            live_bits_SQJ=self._table(pos_SQ.device)[None] & live_valid_SJ[:, None, :],
-            shadow_SN=hidden_SN,
+        column_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SX.device)
+        live_valid_SJ = torch.cat((valid_SX, search.valid_SK), 1)
+        strict_S11 = params.isolated_S[:, None, None]
+        table_SXJ = torch.where(strict_S11, *(self._table(strict, pos_SX.device)[None] for strict in (True, False)))
+        return Scratch(
+            token_SX=torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1),
+            pos_SX=pos_SX,
+            valid_SX=valid_SX,
+            live_SJ=torch.cat((column_X.expand(len(pos_SX), -1), search.pos_SK), 1),
+            canvas_bits_SJ=torch.zeros_like(live_valid_SJ),
+            bits_SXJ=table_SXJ & live_valid_SJ[:, None, :],
+            shadow_SN=spread(torch.ones_like(valid_SX), pos_SX, valid_SX, canvas.capacity),
         )
 
-    def _context(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Latest commits first, then the rightmost of what was given; fewer if fewer are decided."""
-        decided_SN = canvas.final_SN & canvas.visible_SN()
-        key_SN = canvas.commit_pass_SN.long() * canvas.capacity + canvas.pos_1N()
-        latest_ST = key_SN.masked_fill(~decided_SN, -1).topk(self.num_context, dim=1).indices  # no two keys are equal
-        return latest_ST, decided_SN.gather(1, latest_ST)
+    def _context(self, canvas: Canvas, num_searched_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Decided positions that the second pass sees afresh, and which of them there are: what this step committed, what
+        the step before did, both from the left, then the rest by the mass of the pass before this one."""
+        room_S = (self.num_rows - 2 * num_searched_S).clamp(min=0) * (num_searched_S > 0)
+        decided_SN = canvas.visible_SN() & canvas.final_SN
+        now_SN, before_SN = canvas.new_SN(), canvas.new_SN(ago=1)
+        pos_SN = canvas.pos_1N().expand_as(decided_SN)
+        weight_SN = torch.where(now_SN | before_SN, -pos_SN.float(), canvas.mass_SN)
+        class_SN = (decided_SN.int() + before_SN + 2 * now_SN).masked_fill(~decided_SN, 0)
+        by_weight_SN = weight_SN.argsort(dim=1, descending=True, stable=True)
+        by_class_SN = class_SN.gather(1, by_weight_SN).argsort(dim=1, descending=True, stable=True)
+        num_context = min(self.num_context, canvas.capacity)
+        context_ST = by_weight_SN.gather(1, by_class_SN)[:, :num_context]
+        place_T = torch.arange(num_context, device=context_ST.device)
+        has_ST = decided_SN.gather(1, context_ST) & (place_T < room_S[:, None])
+        missing = (0, self.num_context - num_context)
+        return torch.nn.functional.pad(context_ST, missing), torch.nn.functional.pad(has_ST, missing)
 
-    def _table(self, device: torch.device) -> Tensor:
+    def _table(self, strict: bool, device: torch.device) -> Tensor:
         """Who sees which live entry: rows and columns [context | drafts | masks], and the cached masks as columns.
 
         Each row sees every searched position once: its draft if it comes earlier in order, a MASK otherwise.
@@ -229,15 +355,25 @@ class TwoPass:
         earlier_KK, later_KK = order_K[:, None] > order_K, order_K[:, None] < order_K
         none_KK, self_KK = torch.zeros_like(earlier_KK), order_K[:, None] == order_K
         all_TK = torch.ones(num_context, K, dtype=torch.bool, device=device)
-        live_later_KK, cached_later_KK = (none_KK, later_KK) if self.strict else (later_KK, none_KK)
-        live_TK, cached_TK = (~all_TK, all_TK) if self.strict else (all_TK, ~all_TK)
+        live_later_KK, cached_later_KK = (none_KK, later_KK) if strict else (later_KK, none_KK)
+        live_TK, cached_TK = (~all_TK, all_TK) if strict else (all_TK, ~all_TK)
         context = torch.cat((all_TK.new_ones(num_context, num_context), ~all_TK, live_TK, cached_TK), 1)
         sees_context = all_TK.new_ones(K, num_context)
         drafts = torch.cat((sees_context, earlier_KK | self_KK, live_later_KK, cached_later_KK), 1)
         masks = torch.cat((sees_context, earlier_KK, live_later_KK | self_KK, cached_later_KK), 1)
         return torch.cat((context, drafts, masks))
 
-    def accept(self, search: Search, token_SK: Tensor, prob_SK: Tensor, params: DecodeParams) -> Tensor:
-        """bool [S, K]: the longest run that the MASK rows agree with, each at least as sure as gamma."""
-        agrees_SK = search.valid_SK & (token_SK == search.token_SK) & (prob_SK >= params.gamma_S[:, None])
-        return (~agrees_SK).cumsum(1) == 0
+    def accept(self, canvas: Canvas, params: DecodeParams, search: Search, seen: Prediction) -> Tensor:
+        """Commit the longest run of drafts that pass; how many did.
+
+        By agreement: the MASK row predicts the draft, at least as sure as gamma. By product: so is the product of the
+        drafts' probabilities so far, whatever the MASK rows predict (the released code).
+        """
+        gamma_S1 = params.gamma_S[:, None]
+        agrees_SK = (seen.token_SW == search.token_SK) & (seen.asked_prob_SW >= gamma_S1)
+        likely_SK = torch.where(search.valid_SK, seen.asked_prob_SW, 0).cumprod(1) >= gamma_S1
+        passes_SK = search.valid_SK & torch.where(params.product_S[:, None], likely_SK, agrees_SK)
+        accepted_SK = (~passes_SK).cumsum(1) == 0
+        columns = (search.pos_SK, accepted_SK, search.token_SK, seen.asked_prob_SW)
+        commit(canvas, params, *columns, new_step=False)
+        return (accepted_SK & (search.pos_SK < canvas.end_S[:, None])).sum(1)

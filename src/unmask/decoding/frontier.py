@@ -6,13 +6,12 @@ S seats, N positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unmask.core.canvas import CLOSED, FULL, OPEN, SEALED, TO_SEAL, Canvas
-from unmask.decoding.params import DecodeParams
+from unmask.decoding.params import DecodeParams, SeatParams
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,19 @@ class FrontierView:
         return FrontierView(there_SC, group_SC, self.see_SN)
 
 
-class Frontier(Protocol):
+class Frontier:
     """One member of the axis."""
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
-        """The candidates of this pass."""
-        ...
+        """The candidates of the next pass. Changes nothing but block states."""
+        raise NotImplementedError
+
+    def retire(self, canvas: Canvas) -> None:
+        """After the commits of a step: what is done is left alone."""
+
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:
+        """Most candidates that a request with ``answer`` positions can have at a time."""
+        raise NotImplementedError
 
 
 def _one_group(canvas: Canvas, candidate_SN: Tensor) -> FrontierView:
@@ -48,44 +54,60 @@ def _one_group(canvas: Canvas, candidate_SN: Tensor) -> FrontierView:
     return FrontierView(candidate_SN, torch.where(candidate_SN, 0, -1), see_SN)
 
 
-class Whole:
+class Whole(Frontier):
     """Anywhere on the canvas."""
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:  # noqa: ARG002
         return _one_group(canvas, canvas.undecided_SN())
 
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:  # noqa: ARG002
+        return answer
 
-class Blocks:
-    """In the leftmost block that has something undecided (semi-autoregressive)."""
+
+class Blocks(Frontier):
+    """In the leftmost block that has something undecided (semi-autoregressive).
+
+    With ``lead``, while a block's first position is undecided it is the only candidate: networks with shifted logits
+    score it from outside the block, which only the pass over the whole canvas does (Fast-dLLM's caches on Dream).
+    """
+
+    def __init__(self, *, lead: bool = False) -> None:
+        self.lead = lead
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:  # noqa: ARG002
-        in_current_SN = canvas.block_SN == canvas.current_block_S()[:, None]
-        return _one_group(canvas, canvas.undecided_SN() & in_current_SN)
+        candidate_SN = canvas.undecided_SN() & (canvas.block_SN == canvas.current_block_S()[:, None])
+        if self.lead:
+            before_SN = torch.cat((torch.full_like(canvas.block_SN[:, :1], -1), canvas.block_SN[:, :-1]), 1)
+            first_SN = candidate_SN & (canvas.block_SN != before_SN)
+            candidate_SN = candidate_SN & (first_SN | ~first_SN.any(1, keepdim=True))
+        return _one_group(canvas, candidate_SN)
+
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:  # noqa: ARG002
+        return min(block_length or answer, answer)
 
 
-class Window:
+class Window(Frontier):
     """At the leftmost undecided positions, `decode_window` of them."""
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
         undecided_SN = canvas.undecided_SN()
         return _one_group(canvas, undecided_SN & (undecided_SN.cumsum(1) <= params.window_S[:, None]))
 
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:  # noqa: ARG002
+        return min(params.window, answer)
 
-class Pipeline:
+
+class Pipeline(Frontier):
     """Several blocks in flight (D2F, arXiv 2508.09192; the order of events is that of the reference).
 
     A block is added once the last one is decided to `tau_add`, at most one a step; it decides tokens above the
     threshold only, until its predecessor is decided to `tau_act`: from then on it is fully activated, for good, and
-    promised a commit in every step. `advance` before the forward, `retire` after the commits.
+    promised a commit in every step. Seats that drain end as the reference does: after an end of text the blocks in flight
+    are finished, no more are added, and nothing is cut.
     """
 
-    def __init__(self, *, stop_adding_only: bool = False) -> None:
-        self.stop_adding_only = stop_adding_only
-        """The reference's end of text: blocks in flight are finished, no more are added, and nothing is cut."""
-
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
-        if self.stop_adding_only:
-            self._stop_adding(canvas, params)
+        self._stop_adding(canvas, params)
         self._add(canvas, params)
         self._activate(canvas, params)
         state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
@@ -102,6 +124,9 @@ class Pipeline:
         flying_SK = (state_SK == OPEN) | (state_SK == FULL)
         done_SK = flying_SK & ((masks_SK > 0).cumsum(1) == 0)
         state_SK.copy_(torch.where(active_S1, torch.where(done_SK, TO_SEAL, sealed_SK), state_SK))
+
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:
+        return min(params.depth * (block_length or answer), answer)
 
     def _see(self, canvas: Canvas) -> Tensor:
         """A row sees up to the end of its own block."""
@@ -129,7 +154,7 @@ class Pipeline:
     def _stop_adding(self, canvas: Canvas, params: DecodeParams) -> None:
         is_end_SN = (canvas.token_SN[:, :, None] == params.eos_SE[:, None, :]).any(-1)
         decided_SN = canvas.final_SN & canvas.visible_SN() & (canvas.commit_pass_SN > 0)
-        seen_S = (is_end_SN & decided_SN).any(1)
+        seen_S = (is_end_SN & decided_SN).any(1) & params.drains_S
         state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
         last_S = torch.where(canvas.visible_SN() & (state_SN >= OPEN), canvas.pos_1N() + 1, 0).amax(1)
         canvas.end_S.copy_(torch.where(seen_S, torch.minimum(canvas.end_S, last_S.int()), canvas.end_S))
@@ -144,8 +169,6 @@ def _masks_and_sizes(canvas: Canvas) -> tuple[Tensor, Tensor]:
 
 
 def _ratio(masks_SK: Tensor, size_SK: Tensor) -> Tensor:
-    """Decided share of each block; blocks that are not there count as undecided."""
-    return torch.where(size_SK > 0, 1 - masks_SK / size_SK.clamp(min=1), 0.0)
-
-
-FRONTIERS: dict[str, type[Whole] | type[Blocks] | type[Window]] = {"whole": Whole, "blocks": Blocks, "window": Window}
+    """Decided share of each block; blocks that are not there count as undecided, an empty prompt as decided."""
+    is_prompt_K = torch.arange(size_SK.shape[1], device=size_SK.device) == 0
+    return torch.where(size_SK > 0, 1 - masks_SK / size_SK.clamp(min=1), is_prompt_K.float())

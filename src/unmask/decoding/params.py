@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from unmask.config import MAX_BANNED_IDS, MAX_EOS_IDS, SamplingParams
 from unmask.decoding import schedule
+from unmask.errors import ConfigError
 
 PROB, MARGIN, ENTROPY, RANDOM = range(4)
 _SCORE_KIND = {
@@ -25,7 +27,9 @@ _SCORE_KIND = {
     "entropy": ENTROPY,
     "random": RANDOM,
 }
+T = TypeVar("T")
 DEFAULT_EPS = 1e-3
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Needs:
     banned: bool = False
     stats_banned: bool = False
     min_tokens: bool = False
+    product: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(Needs)})
@@ -86,10 +91,24 @@ class SeatParams:
     """Pipeline: a block is added once the last one is decided to this share."""
     tau_act: float = 0.95
     """Pipeline: a block is fully activated once its predecessor is decided to this share."""
-    depth: int = 1 << 30
+    depth: int = NO_LIMIT
     """Pipeline: most blocks in flight."""
+    drains: bool = False
+    """Pipeline: an end of text does not move the canvas's end; blocks in flight are finished and no more are opened."""
+    refresh: int = NO_LIMIT
+    """Tracked: leftmost undecided positions that a pass recomputes."""
+    track: int = NO_LIMIT
+    """Tracked: decided positions that a pass recomputes. (The sum of two unlimited counts is no int32.)"""
+    interval: int = 0
+    """Caches: the whole canvas is recomputed every so many of the request's passes; 0: never again."""
+    search: int = NO_LIMIT
+    """TwoPass: most positions under verification; the drafter has its own limit."""
     gamma: float = 0.8
-    """TwoPass: least probability of a verified token."""
+    """TwoPass: least probability of a verified token, or least product of probabilities."""
+    product: bool = False
+    """TwoPass: accept by the running product; else by agreement."""
+    isolated: bool = True
+    """TwoPass: strict isolation; else the reference's."""
 
     @property
     def needs(self) -> Needs:
@@ -107,6 +126,7 @@ class SeatParams:
             banned=bool(self.ban_argmax) or self.min_tokens > 0,
             stats_banned=bool(self.ban_softmax) or self.min_tokens > 0,
             min_tokens=self.min_tokens > 0,
+            product=self.product,
         )
 
 
@@ -123,6 +143,21 @@ def _threshold(p: SamplingParams, scheduled: bool) -> float:
     return -torch.inf if scheduled and p.alg != "origin" else torch.inf
 
 
+def _or(value: T | None, neutral: T) -> T:
+    """What the request says, or the value that switches this part off."""
+    return neutral if value is None else value
+
+
+def _check_window(quota: Sequence[int], steps: int, p: SamplingParams) -> None:
+    """A pass cannot commit more than the window holds, and a schedule does not come back to what it left out."""
+    most = max(quota, default=0)
+    if p.decode_window is not None and most > p.decode_window and p.alg != "confidence_threshold_budget":
+        raise ConfigError(
+            f"steps={steps} would commit {most} positions in one pass and decode_window={p.decode_window} holds "
+            f"fewer; use more steps, or a decode_window of at least {most}"
+        )
+
+
 def seat_params(
     p: SamplingParams,
     *,
@@ -130,32 +165,41 @@ def seat_params(
     masks_per_block: Sequence[int],
     model_eos: tuple[int, ...],
     seed: int,
+    lead: bool = False,
 ) -> SeatParams:
     """``p`` (completed by the method) in the rule's terms.
 
-    ``kind`` is the method's schedule; ``masks_per_block`` the undecided positions of each block that has any.
+    ``kind`` is the method's schedule; ``masks_per_block`` the undecided positions of each block that has any; with
+    ``lead`` the first pass of each block decides its first position only.
 
     Raises:
-        ConfigError: the schedule has fewer steps than blocks.
+        ConfigError: the schedule has too few steps for the blocks or for the window, or chance for a leading position.
     """
     budget = p.alg == "confidence_threshold_budget"
     adaptive = p.threshold is not None or p.factor is not None or p.entropy_bound is not None
     scheduled = budget or not adaptive
-    steps = p.steps or sum(masks_per_block)
+    steps = p.steps or max(sum(masks_per_block), 2 * len(masks_per_block) if lead else 0)
     eps = DEFAULT_EPS if p.eps is None else p.eps
     origin = p.alg == "origin"
     counted = scheduled and not origin
     held = model_eos if p.suppress_eos else ()
+    if origin and lead:
+        raise ConfigError(
+            "alg='origin' decides positions by chance, and here the first pass of a block must decide its first "
+            "position (which is scored by the row before the block); use alg='maskgit_plus', or method='dream'"
+        )
+    quota = schedule.quotas(masks_per_block, steps, "even" if budget else kind, eps, lead) if counted else []
+    _check_window(quota, steps, p)
     return SeatParams(
-        quota=schedule.quotas(masks_per_block, steps, "even" if budget else kind, eps) if counted else (),
-        fill=schedule.time_ratio(steps, eps) if origin else (),
+        quota=quota,
+        fill=schedule.fills(len(masks_per_block), steps, eps) if origin else (),
         carries=budget,
         rescue=not origin,
         threshold=_threshold(p, scheduled),
         factor=p.factor or 0.0,
         entropy_bound=-torch.inf if p.entropy_bound is None else p.entropy_bound,
         score_kind=_score_kind(p),
-        window=p.decode_window or (1 << 30),
+        window=_or(p.decode_window, NO_LIMIT),
         alg_temp=p.alg_temp,
         temperature=p.temperature,
         top_p=p.top_p,
@@ -168,6 +212,18 @@ def seat_params(
         min_tokens=p.min_tokens,
         ban_argmax=p.suppress_token_ids + held,
         ban_softmax=p.suppress_token_ids + held + (model_eos if p.eos_confidence_last else ()),
+        strict=p.strict_threshold is True,
+        tau_add=_or(p.tau_add, SeatParams.tau_add),
+        tau_act=_or(p.tau_act, SeatParams.tau_act),
+        depth=_or(p.pipeline_depth, SeatParams.depth),
+        drains=p.early_stop is False,
+        refresh=_or(p.refresh_window, SeatParams.refresh),
+        track=_or(p.track, SeatParams.track),
+        interval=_or(p.refresh_interval, SeatParams.interval),
+        search=_or(p.search, SeatParams.search),
+        gamma=_or(p.gamma, SeatParams.gamma),
+        product=p.accept == "product",
+        isolated=p.isolation != "reference",
     )
 
 
@@ -184,8 +240,8 @@ _REAL = (
     "min_p",
     "guidance",
 )
-_WHOLE = ("score_kind", "window", "top_k", "min_tokens", "depth")
-_SWITCH = ("carries", "rescue", "temper", "strict")
+_WHOLE = ("score_kind", "window", "top_k", "min_tokens", "depth", "refresh", "track", "interval", "search")
+_SWITCH = ("carries", "rescue", "temper", "strict", "drains", "product", "isolated")
 
 
 class DecodeParams:
@@ -210,7 +266,14 @@ class DecodeParams:
     tau_add_S: Tensor
     tau_act_S: Tensor
     depth_S: Tensor
+    drains_S: Tensor
+    refresh_S: Tensor
+    track_S: Tensor
+    interval_S: Tensor
+    search_S: Tensor
     gamma_S: Tensor
+    product_S: Tensor
+    isolated_S: Tensor
 
     def __init__(self, num_seats: int, num_steps: int, device: torch.device | str) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -237,6 +300,11 @@ class DecodeParams:
     @property
     def num_steps(self) -> int:
         return self.quota_ST.shape[1] - 1
+
+    @property
+    def stops_SE(self) -> Tensor:
+        """The ids that move a seat's end when they are committed: none for a seat that drains."""
+        return self.eos_SE.masked_fill(self.drains_S[:, None], -1)
 
     def at_step(self, table_ST: Tensor, sched_S: Tensor) -> Tensor:
         """Entry of each seat's schedule at its place; past the end, the last column's neutral value."""

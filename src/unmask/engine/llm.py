@@ -22,7 +22,7 @@ from unmask.engine.request import Answer
 from unmask.engine.scoring import Model
 from unmask.engine.text import TextTracker
 from unmask.errors import ConfigError, EngineError, RequestError, TokenizerError
-from unmask.methods import Method, method_named
+from unmask.methods import Method, leads, method_named
 from unmask.models.loading import load_model, resolve_checkpoint
 from unmask.models.tokenizer import Tokenizer
 
@@ -116,7 +116,12 @@ class LLM:
         known = self.tokenizer is not None and hasattr(self.tokenizer, "unknown_ids")
         unknown = self.tokenizer.unknown_ids(config.vocab_size) if known else []
         self.engine = Engine(
-            self.model, self.method, self.engine_config, decoder=self.tokenizer, unknown_ids=list(unknown)
+            self.model,
+            self.method,
+            self.engine_config,
+            max_model_len=self.max_model_len,
+            decoder=self.tokenizer,
+            unknown_ids=list(unknown),
         )
         self._lock = threading.RLock()
         self._counter = itertools.count()
@@ -237,11 +242,12 @@ class LLM:
         undecided_N = torch.tensor(answer) == config.mask_token_id
         rule = seat_params(
             params,
-            kind=self.method.schedule,
+            kind=self.method.schedule_for(config),
             masks_per_block=block_N[undecided_N].unique_consecutive(return_counts=True)[1].tolist()
             if self.method.frontier == "blocks"
             else [int(undecided_N.sum())],
             model_eos=config.eos_token_ids,
+            lead=leads(self.method, config.logit_shift),
             seed=(seed + index * 0x9E3779B9) % (1 << 62),
         )
         tracker = self._tracker(params) if params.stop else None

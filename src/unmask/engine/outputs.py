@@ -6,6 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+BLOCK_STATES = ("closed", "open", "full", "sealing", "sealed")
+"""Of a pipeline's block: not added yet; decides above the threshold only; is promised a commit in every step; complete,
+and runs once more; left alone for good."""
+
+
 @dataclass(frozen=True)
 class CommitEvent:
     """One answer position's fate: when it became final and how probable its token was then."""
@@ -31,6 +36,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or stop id that ended it; None for end-of-text and for ``length``."""
     num_forward_passes: int = 0
+    num_steps: int = 0
+    """Steps; a step is two passes where the drafter verifies in a pass of its own."""
     num_rows: int = 0
     """Valid rows through the network, guidance rows among them."""
     num_committed: int = 0
@@ -91,7 +98,11 @@ class CanvasCell:
     probability: float | None
     """At the pass that committed it; None while undecided or when it was given."""
     num_pass: int | None
-    """The pass that committed it; 0 when it was given."""
+    """The step that committed it; 0 when it was given."""
+    recomputed: bool = True
+    """Whether its row ran in the last pass."""
+    block_state: str | None = None
+    """Of the block it is in, for methods with several blocks in flight: one of `BLOCK_STATES`."""
 
 
 @dataclass(frozen=True)

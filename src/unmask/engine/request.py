@@ -49,6 +49,11 @@ class Answer:
         return len(self.prompt_ids) + len(self.answer_ids)
 
     @property
+    def seats(self) -> list[int]:
+        """Where it sits now."""
+        return [seat for seat in (self.seat, self.twin) if seat >= 0]
+
+    @property
     def num_seats(self) -> int:
         """A guided request sits twice: once with its prompt masked."""
         return 2 if self.seat_params.guidance > 0 else 1

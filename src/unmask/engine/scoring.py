@@ -46,10 +46,12 @@ def predict(
     canvas: Canvas,
     params: DecodeParams,
     purpose: int = TOKEN,
+    ask_C: Tensor | None = None,
 ) -> ops.LogitStats:
     """Token and confidence of each row, for the position it scores. Nothing leaves the device.
 
-    ``purpose`` keeps the random numbers of a second pass of the same step apart from the first's.
+    ``purpose`` keeps the random numbers of a second pass of the same step apart from the first's; ``ask_C`` asks for one
+    more token's probability.
     """
     needs = params.needs
     ban_argmax_CB = ban_softmax_CB = None
@@ -67,6 +69,7 @@ def predict(
         sampling=_sampling(seat_C, pos_C, canvas, params, purpose) if needs.sampled or needs.filtered else None,
         margin=needs.margin,
         entropy=needs.entropy,
+        ask_C=ask_C,
     )
 
 

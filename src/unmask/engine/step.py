@@ -1,28 +1,33 @@
-"""One step as one program: fixed shapes, device tensors, nothing read back in between, so that it can be captured.
+"""One step of decoding for every seat: plan, forward, scores, rule, commits, drafts, state, and what the host is told.
 
-S seats, N positions, Q rows, C scored slots, D hidden size
+The same program runs in two forms. Ragged, it packs the rows and candidates that there are and looks at counts on the way.
+With `Budgets` its shapes are fixed and nothing is read back, so that it can be captured and replayed.
+
+S seats, N positions, E columns of a seat, X scratch columns, M rows, C scored slots, K searched positions, D hidden size
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unmask.cache.dense import DenseCache, DenseCacheContext
+from unmask.cache.context import PagedContext
 from unmask.cache.policy import CachePolicy
+from unmask.cache.pool import PagePool
 from unmask.core.canvas import Canvas
-from unmask.core.rows import FixedPlan, canvas_rows, slots, spread
+from unmask.core.rows import RowPlan, Scratch, pack, slots
 from unmask.core.scores import Scores
-from unmask.decoding.drafter import Nested, Search, TwoPass
-from unmask.decoding.frontier import Frontier, FrontierView, Pipeline
+from unmask.decoding.drafter import Drafter, Prediction
+from unmask.decoding.frontier import Frontier, FrontierView
 from unmask.decoding.params import DecodeParams
-from unmask.decoding.rule import choose
 from unmask.decoding.sample import TOKEN, VERIFY
 from unmask.engine.scoring import Model, banned_ids, guide, predict
+from unmask.engine.stats import Stats
 from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
@@ -41,39 +46,56 @@ class Budgets:
 
 
 @dataclass(frozen=True)
+class Look:
+    """What the next pass would be: nothing has run yet."""
+
+    view: FrontierView
+    run_SN: Tensor
+    """bool: canvas positions that run."""
+    counted_SN: Tensor
+    """bool: whose attention counts as mass."""
+    due_S: Tensor
+    """bool: the pass is a refresh."""
+    block_state_SK: Tensor
+    """Block states before the look."""
+
+
+@dataclass(frozen=True)
 class Work:
     """What is known before the forward."""
 
+    plan: RowPlan
     view: FrontierView
-    plan: FixedPlan
+    """By slot."""
     slot_SC: Tensor
     """Candidates, packed: positions, the capacity where a slot is empty."""
     pos_SC: Tensor
     row_SC: Tensor
-    """Row that scores the slot."""
+    """Row that scores the slot; rows behind the plan's are the saved ones."""
     twin_row_SC: Tensor
     """The same position's row in the seat's guidance twin; in a seat without one, its own."""
     scored_SC: Tensor
+    counts_M: Tensor
     overflow_S: Tensor
 
 
 @dataclass(frozen=True)
-class Columns:
-    """What the rule looked at."""
+class _Turn:
+    """A pass that has run, for the drafter."""
 
+    canvas: Canvas
+    params: DecodeParams
     view: FrontierView
     scores: Scores
+    drafted: Callable[[], Prediction]
+    again: Callable[[Scratch, int, Tensor, Tensor], Prediction]
 
 
-Commits = tuple[Tensor, Tensor, Tensor]
-"""bool, token and probability, each [S, N]."""
+class Step:
+    """The step over tensors that stay where they are. Call it, or capture it and replay: the same functions run.
 
-
-class FixedStep:
-    """The step over tensors that are allocated once. Call it, or capture it and replay: the same functions run.
-
-    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 8] holds `READBACK`. With
-    ``compiled`` the parts around the network go through torch.compile.
+    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 8] holds `READBACK`. Without
+    ``budgets`` it is ragged. With ``compiled`` the parts around the network go through torch.compile.
     """
 
     def __init__(
@@ -81,237 +103,269 @@ class FixedStep:
         model: Model,
         canvas: Canvas,
         params: DecodeParams,
-        cache: DenseCache,
-        budgets: Budgets,
+        pool: PagePool,
         *,
         frontier: Frontier,
         policy: CachePolicy,
-        drafter: Nested | TwoPass | None = None,
+        drafter: Drafter | None = None,
+        budgets: Budgets | None = None,
         unknown_ids: Sequence[int] = (),
         compiled: bool = False,
+        stats: Stats | None = None,
     ) -> None:
-        self.model, self.canvas, self.params, self.cache, self.budgets = model, canvas, params, cache, budgets
-        self.frontier, self.policy, self.drafter = frontier, policy, drafter
-        device = canvas.device
+        self.model, self.canvas, self.params, self.pool, self.budgets = model, canvas, params, pool, budgets
+        self.frontier, self.policy, self.drafter = frontier, policy, drafter or Drafter()
+        self.stats = stats
         self.banned_b = banned_ids(model, unknown_ids)
-        self.seat_S = torch.arange(canvas.num_seats, device=device)
-        self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
         self.shift = model.config.logit_shift
-        self.saved_SD = torch.zeros(canvas.num_seats, model.head.shape[1], dtype=model.head.dtype, device=device)
+        num_seats, device = len(pool.page_table_SP), canvas.device
+        self.saved_SD = torch.zeros(num_seats, model.head.shape[1], dtype=model.head.dtype, device=device)
+        self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
+        self.run_SN = torch.zeros_like(canvas.final_SN)
+        """bool [S, N]: canvas positions that ran in the last pass; for viewers, kept by ragged steps only."""
         self._check_sizes()
         if compiled:
             self._compile()
 
+    def resize(self, canvas: Canvas, params: DecodeParams) -> None:
+        """Go on with larger tensors that hold the same seats; for ragged steps, which nobody captured."""
+        if canvas is not self.canvas:
+            self.readback = self.readback.new_zeros(canvas.num_seats, len(READBACK))
+            self.run_SN = torch.zeros_like(canvas.final_SN)
+        self.canvas, self.params = canvas, params
+
     def _check_sizes(self) -> None:
         """A drafter must suit the network, and its static shapes must fit the step's."""
-        drafter, scored, capacity = self.drafter, self.budgets.num_scored, self.canvas.capacity
-        if drafter is not None and self.shift:
+        drafter = self.drafter
+        if drafter.num_scratch and self.shift:
             raise ConfigError(
                 f"{type(drafter).__name__} scores a position from its own row, and this network from row "
                 f"p - {self.shift}; run it without a drafter"
             )
-        if isinstance(drafter, TwoPass) and (drafter.num_search > scored or drafter.num_context > capacity):
+        if drafter.num_scratch > self.pool.scratch_SX.shape[1]:
             raise ConfigError(
-                f"verification searches {drafter.num_search} of {scored} scored candidates with {drafter.num_context} "
-                f"context rows on a canvas of {capacity}; use smaller ones"
+                f"{type(drafter).__name__} needs {drafter.num_scratch} scratch entries a seat and the pool has "
+                f"{self.pool.scratch_SX.shape[1]}"
             )
-        if isinstance(drafter, Nested) and drafter.num_drafts > drafter.block_width:
-            raise ConfigError(f"{drafter.num_drafts} nested drafts do not fit a block of {drafter.block_width}")
 
     def _compile(self) -> None:
         """Fuse everything but the network and the head: dozens of small kernels become a few."""
+        for owner, names in ((self, ("_plan", "_with_saved", "_again_plan", "_end")), (self.drafter, self.drafter.parts)):
+            for name in names:
+                setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
 
-        def fused(method: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(method, fullgraph=True, dynamic=False)
-
-        for name in ("_plan", "_with_saved", "_settle", "_settle_nested", "_verify_rows", "_settle_verified"):
-            setattr(self, name, fused(getattr(self, name)))
+    def _time(self, part: str) -> AbstractContextManager[None]:
+        return self.stats.time(part) if self.stats is not None else nullcontext()
 
     def __call__(self) -> None:
         """One step of every active seat."""
-        if self.params.needs.guided and self.drafter is not None:
-            raise ConfigError(f"{type(self.drafter).__name__} cannot verify guided requests; leave cfg_scale out")
-        work = self._plan()
-        hidden_SQD = self._forward(work.plan)
-        if self.shift:
-            hidden_SQD = self._with_saved(work, hidden_SQD)
-        hidden_SCD = _rows(hidden_SQD, work.row_SC)
-        if self.params.needs.guided:
-            hidden_SCD = self._guided(hidden_SCD, hidden_SQD, work.twin_row_SC)
-        stats = self._predict(hidden_SCD, work.pos_SC)
-        if isinstance(self.drafter, Nested):
-            rows_SX = self.drafter.scored_rows(work.plan)
-            drafted = self._predict(_rows(hidden_SQD, rows_SX), work.plan.pos_SQ.gather(1, rows_SX))
-            self._settle_nested(self.drafter, work, stats, drafted)
-            return
-        columns, commit_SC = self._settle(work, stats)
-        if isinstance(self.drafter, TwoPass):
-            self._verify(self.drafter, work, columns, commit_SC)
-
-    # --- the network, and the head
-
-    def _forward(self, plan: FixedPlan) -> Tensor:
-        hidden: Tensor = self.model(plan.token_SQ, DenseCacheContext(plan, self.cache, self.model.rope))
-        return hidden
-
-    def _with_saved(self, work: Work, hidden_SQD: Tensor) -> Tensor:
-        """The rows and, behind them, the one kept from an earlier pass; then keep the row that scores the leftmost
-        undecided position, if it ran: once its block is sealed it does not run again."""
-        canvas = self.canvas
-        out_SQD = torch.cat((hidden_SQD, self.saved_SD[:, None]), 1)
-        open_SN = canvas.undecided_SN()
-        first_S1 = torch.where(open_SN, canvas.pos_1N(), canvas.capacity - 1).amin(1, keepdim=True).long()
-        source_S1 = (first_S1 - self.shift).clamp(min=0)
-        row_S1, ran_S1 = self._rows_of(work.plan, source_S1)
-        row_SD = _rows(hidden_SQD, row_S1)[:, 0]
-        keeps_S1 = ran_S1 & open_SN.any(1, keepdim=True)
-        self.saved_SD.copy_(torch.where(keeps_S1, row_SD, self.saved_SD))
-        canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
-        return out_SQD
-
-    def _predict(self, hidden_SCD: Tensor, pos_SC: Tensor, purpose: int = TOKEN) -> LogitStats:
-        """Predictions [S * C] for positions, each from its hidden row."""
-        seat_C = self.seat_S[:, None].expand_as(pos_SC).flatten()
-        hidden_CD = hidden_SCD.flatten(0, 1)
-        return predict(
-            hidden_CD, self.model.head, self.banned_b, seat_C, pos_SC.flatten(), self.canvas, self.params, purpose
-        )
-
-    def _twin_S(self) -> Tensor:
-        """Each seat's guidance twin; itself where it has none."""
-        return torch.where(self.params.twin_S >= 0, self.params.twin_S, self.seat_S)
-
-    def _guided(self, hidden_SCD: Tensor, hidden_SQD: Tensor, twin_row_SC: Tensor) -> Tensor:
-        without_SCD = _rows(hidden_SQD[self._twin_S()], twin_row_SC)
-        scale_SC, guided_SC = (
-            x[:, None].expand(hidden_SCD.shape[:2]) for x in (self.params.guidance_S, self.params.twin_S >= 0)
-        )
-        return guide(hidden_SCD, without_SCD, scale_SC, guided_SC)
+        self.run(self.look())
 
     # --- before the forward
 
-    def _plan(self) -> Work:
-        """Where tokens may be decided, which rows run, and which of them score what."""
-        canvas, params, budgets = self.canvas, self.params, self.budgets
+    def look(self) -> Look:
+        """Where tokens may be decided next, and which positions run for that. Advances block states."""
+        canvas, params = self.canvas, self.params
+        before_SK = canvas.block_state_SK.clone()
+        due_S = self.policy.due(canvas, params)
         view = self.frontier.advance(canvas, params)
-        recompute_SN = self.policy.rows(canvas)
-        plan = canvas_rows(canvas, recompute_SN, view.see_SN, budgets.num_rows, self.cache.trash)
-        slot_SC, not_scored_S = slots(view.candidate_SN, budgets.num_scored)
+        run_SN = self.policy.rows(canvas, view.candidate_SN, params)
+        if params.needs.guided:  # a twin decides nothing: it runs what its leader runs
+            leader_S = canvas.leader_or_self_S()
+            run_SN, due_S = run_SN[leader_S] & canvas.visible_SN(), due_S[leader_S]
+        counted_SN = self.policy.counted(canvas, view.candidate_SN, params)
+        return Look(view, run_SN, counted_SN, due_S & canvas.active_S, before_SK)
+
+    def hold(self, look: Look, waits_S: Tensor) -> Look:
+        """The look without the seats that ``waits`` bool [S]: they stand still in this pass. Until `release`, they are
+        inactive."""
+        canvas = self.canvas
+        canvas.active_S &= ~waits_S
+        canvas.block_state_SK.copy_(torch.where(waits_S[:, None], look.block_state_SK, canvas.block_state_SK))
+        goes_S1 = ~waits_S[:, None]
+        view = replace(look.view, candidate_SN=look.view.candidate_SN & goes_S1)
+        return replace(look, view=view, run_SN=look.run_SN & goes_S1, counted_SN=look.counted_SN & goes_S1)
+
+    def _plan(self, look: Look) -> Work:
+        """Which rows run, and which of them score what."""
+        canvas, params, budgets, view = self.canvas, self.params, self.budgets, look.view
+        scratch = self.drafter.scratch(canvas)
+        per_seat = None if budgets is None else budgets.num_rows + (0 if scratch is None else scratch.pos_SX.shape[1])
+        plan = pack(canvas, look.run_SN, view.see_SN, scratch, per_seat=per_seat)
+        width = int(view.candidate_SN.sum(1).max()) if budgets is None else budgets.num_scored
+        slot_SC, not_scored_S = slots(view.candidate_SN, width)
         pos_SC = slot_SC.clamp(max=canvas.capacity - 1)
         source_SC = (pos_SC - self.shift).clamp(min=0)
-        row_SC, ran_SC = self._rows_of(plan, source_SC)
-        overflow_S = not_scored_S + (recompute_SN.sum(1) - budgets.num_rows).clamp(min=0)
-        if isinstance(self.drafter, Nested):
-            plan = self.drafter.rows(canvas, plan)
+        row_SC = plan.row_SE.gather(1, source_SC)
         twin_row_SC = row_SC
         if params.needs.guided:
-            twin_row_SC, _ = self._rows_of(plan, source_SC, self._twin_S())
+            twin_row_SC = plan.row_SE[_twin_S(params)].gather(1, source_SC)
         if self.shift:
-            kept_SC = ~ran_SC & (source_SC == canvas.saved_pos_S[:, None])
-            row_SC = torch.where(kept_SC, plan.token_SQ.shape[1], row_SC)  # the saved row lies behind all others
-            ran_SC = ran_SC | kept_SC
-        return Work(view, plan, slot_SC, pos_SC, row_SC, twin_row_SC, ran_SC & (slot_SC < canvas.capacity), overflow_S)
+            kept_SC = (row_SC < 0) & (source_SC == canvas.saved_pos_S[:, None])
+            seat_S1 = torch.arange(canvas.num_seats, device=canvas.device)[:, None]
+            row_SC = torch.where(kept_SC, len(plan.token_M) + seat_S1, row_SC)
+        return Work(
+            plan=plan,
+            view=view.at(slot_SC),
+            slot_SC=slot_SC,
+            pos_SC=pos_SC,
+            row_SC=row_SC.clamp(min=0),
+            twin_row_SC=twin_row_SC.clamp(min=0),
+            scored_SC=(row_SC >= 0) & (slot_SC < canvas.capacity),
+            counts_M=_at_rows(look.counted_SN, plan),
+            overflow_S=plan.overflow_S + not_scored_S,
+        )
 
-    def _rows_of(self, plan: FixedPlan, pos_SC: Tensor, of_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Row of each position among the rows of its seat, or of seat ``of``, and whether there is one."""
-        row_SQ = torch.arange(1, plan.pos_SQ.shape[1] + 1, device=pos_SC.device).expand_as(plan.pos_SQ)
-        number_SN = spread(row_SQ, plan.pos_SQ, plan.valid_SQ, self.canvas.capacity)
-        number_SC = (number_SN if of_S is None else number_SN[of_S]).gather(1, pos_SC)
-        return (number_SC - 1).clamp(min=0), number_SC > 0
+    # --- the network, and the head
+
+    def run(self, look: Look) -> None:
+        """The step that was looked at."""
+        if self.params.needs.guided and self.drafter.num_scratch:
+            raise ConfigError(f"{type(self.drafter).__name__} cannot verify guided requests; leave cfg_scale out")
+        with self._time("rules"):
+            work = self._plan(look)
+        hidden_MD, context = self._forward(work.plan, work.counts_M)
+        with self._time("scores"):
+            rows_MD = self._with_saved(work, hidden_MD) if self.shift else hidden_MD
+            scores = self._score(work, rows_MD)
+        turn = _Turn(
+            self.canvas,
+            self.params,
+            work.view,
+            scores,
+            drafted=lambda: self._drafted(work, hidden_MD),
+            again=self._again,
+        )
+        self._num_more_S = torch.zeros_like(self.canvas.rows_S)
+        num_accepted_S = self.drafter.settle(turn)
+        with self._time("rules"):
+            if self.policy.mass is not None:
+                num_counted_S = torch.zeros_like(self.canvas.rows_S).index_add(0, work.plan.seat_M, work.counts_M.long())
+                self.policy.observe(self.canvas, context.mass_SN(num_counted_S, self.canvas.capacity))
+            self._end(work.plan.num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
+        if self.budgets is None:
+            self.run_SN = look.run_SN
+
+    def _forward(self, plan: RowPlan, counts_M: Tensor | None = None) -> tuple[Tensor, PagedContext]:
+        with self._time("forward"):
+            mass = self.policy.mass if counts_M is not None else None
+            context = PagedContext(
+                plan, self.pool, self.model.rope, self.canvas.capacity, mass=mass, counts_M=counts_M
+            )
+            return self.model(plan.token_M, context), context
+
+    def _with_saved(self, work: Work, hidden_MD: Tensor) -> Tensor:
+        """The rows and, behind them, those kept from earlier passes; then keep the row that scores the leftmost undecided
+        position of each seat, if it ran: once its block is sealed it does not run again."""
+        canvas = self.canvas
+        saved_SD = self.saved_SD[: canvas.num_seats]
+        out_MD = torch.cat((hidden_MD, saved_SD))
+        open_SN = canvas.undecided_SN()
+        first_S1 = torch.where(open_SN, canvas.pos_1N(), canvas.capacity - 1).amin(1, keepdim=True).long()
+        source_S1 = (first_S1 - self.shift).clamp(min=0)
+        row_S1 = work.plan.row_SE.gather(1, source_S1)
+        keeps_S1 = (row_S1 >= 0) & open_SN.any(1, keepdim=True)
+        kept_SD = torch.where(keeps_S1, out_MD[row_S1[:, 0].clamp(min=0)], saved_SD)
+        saved_SD.copy_(kept_SD)
+        canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
+        return out_MD
+
+    def _score(self, work: Work, rows_MD: Tensor) -> Scores:
+        stats = self._predict(rows_MD, work.row_SC, work.pos_SC, work.scored_SC, twin_row_SC=work.twin_row_SC)
+        values = (stats.token_C, stats.prob_C, stats.margin_C, stats.neg_entropy_C)
+        return Scores(work.pos_SC, work.scored_SC, *(value.view_as(work.pos_SC) for value in values))
+
+    def _predict(
+        self,
+        rows_MD: Tensor,
+        row_SC: Tensor,
+        pos_SC: Tensor,
+        wanted_SC: Tensor,
+        *,
+        twin_row_SC: Tensor | None = None,
+        purpose: int = TOKEN,
+        ask_SC: Tensor | None = None,
+    ) -> LogitStats:
+        """Predictions [S * C] for positions, each from its row. Ragged, only the wanted ones are computed."""
+        seat_S = torch.arange(len(pos_SC), device=pos_SC.device)
+        flat = [seat_S[:, None].expand_as(pos_SC), row_SC, pos_SC, *(x for x in (twin_row_SC, ask_SC) if x is not None)]
+        flat = [x.flatten() for x in flat]
+        pick = wanted_SC.flatten().nonzero()[:, 0] if self.budgets is None else None
+        if pick is not None:
+            flat = [x[pick] for x in flat]
+        seat_C, row_C, pos_C, *more = flat
+        hidden_CD = rows_MD[row_C]
+        if twin_row_SC is not None and self.params.needs.guided:
+            guided_C = self.params.twin_S[seat_C] >= 0
+            hidden_CD = guide(hidden_CD, rows_MD[more[0]], self.params.guidance_S[seat_C], guided_C)
+        ask_C = more[-1] if ask_SC is not None else None
+        stats = predict(
+            hidden_CD, self.model.head, self.banned_b, seat_C, pos_C, self.canvas, self.params, purpose, ask_C
+        )
+        if pick is None:
+            return stats
+        spread = (torch.zeros(pos_SC.numel(), dtype=x.dtype, device=x.device) for x in vars(stats).values())
+        return LogitStats(*(out.index_copy_(0, pick, x) for out, x in zip(spread, vars(stats).values())))
+
+    def _drafted(self, work: Work, hidden_MD: Tensor) -> Prediction:
+        row_SX = work.plan.row_SE[:, self.canvas.capacity : -1]
+        pos_SX = work.plan.pos_M[row_SX.clamp(min=0)].long()
+        return _prediction(self._predict(hidden_MD, row_SX.clamp(min=0), pos_SX, row_SX >= 0), pos_SX)
+
+    def _again(self, scratch: Scratch, first: int, pos_SK: Tensor, ask_SK: Tensor) -> Prediction:
+        if self.budgets is None and not bool(scratch.valid_SX.any()):
+            return Prediction(ask_SK, *(torch.zeros_like(ask_SK, dtype=torch.float32) for _ in range(2)))
+        plan = self._again_plan(scratch)
+        hidden_MD, _ = self._forward(plan)
+        self._num_more_S = plan.num_rows_S
+        column = self.canvas.capacity + first
+        row_SK = plan.row_SE[:, column : column + pos_SK.shape[1]]
+        with self._time("scores"):
+            stats = self._predict(
+                hidden_MD, row_SK.clamp(min=0), pos_SK, row_SK >= 0, purpose=VERIFY, ask_SC=ask_SK.clamp(min=0)
+            )
+        return _prediction(stats, pos_SK)
+
+    def _again_plan(self, scratch: Scratch) -> RowPlan:
+        canvas = self.canvas
+        nothing_SN = torch.zeros_like(canvas.final_SN)
+        per_seat = None if self.budgets is None else self.drafter.num_second
+        return pack(canvas, nothing_SN, canvas.pos_1N().expand_as(nothing_SN), scratch, per_seat=per_seat)
 
     # --- after it
 
-    def _settle(self, work: Work, stats: LogitStats) -> tuple[Columns, Tensor]:
-        """Rule and commits; the columns that the rule looked at, and which of them it chose."""
-        values = (stats.token_C, stats.prob_C, stats.margin_C, stats.neg_entropy_C)
-        scores = Scores(work.pos_SC, work.scored_SC, *(value.view_as(work.pos_SC) for value in values))
-        view = work.view.at(work.slot_SC)
-        commit_SC = choose(self.canvas, view, scores, self.params)
-        self._commit(self._on_canvas(commit_SC, scores.pos_SW, scores.token_SN, scores.prob_SN))
-        if not isinstance(self.drafter, TwoPass):  # its own pass ends the step
-            self._end_step(work, self.seat_S * 0, self.seat_S * 0)
-        return Columns(view, scores), commit_SC
-
-    def _settle_nested(self, drafter: Nested, work: Work, stats: LogitStats, drafted: LogitStats) -> None:
-        """Drafts that stand, the rule on the last view that does, and the next drafts."""
-        canvas, capacity = self.canvas, self.canvas.capacity
-        token_SN, prob_SN = (
-            spread(value.view_as(work.pos_SC), work.pos_SC, work.scored_SC, capacity)
-            for value in (stats.token_C, stats.prob_C)
-        )
-        shape = (canvas.num_seats, drafter.num_scratch)
-        predicted = (drafted.token_C.view(shape), drafted.prob_C.view(shape))
-        verdict = drafter.settle(canvas, work.view, token_SN, prob_SN, *predicted, self.params)
-        scores = verdict.scores
-        commit_SB = choose(canvas, verdict.view, scores, self.params)
-        chosen = self._on_canvas(commit_SB, scores.pos_SW, scores.token_SN, scores.prob_SN)
-        proved = self._on_canvas(verdict.accepted_SZ, canvas.pending_pos_SZ, canvas.pending_token_SZ, verdict.prob_SZ)
-        self._commit(tuple(torch.where(proved[0], b, a) for a, b in zip(chosen, proved)))
-        drafter.propose(canvas, verdict, commit_SB)
-        self._end_step(work, verdict.accepted_SZ.sum(1), self.seat_S * 0)
-
-    def _on_canvas(self, chosen_SW: Tensor, pos_SW: Tensor, token_SW: Tensor, prob_SW: Tensor) -> Commits:
-        """Chosen columns as bool, token and probability on the canvas."""
-        capacity = self.canvas.capacity
-        values = (chosen_SW, token_SW, prob_SW)
-        chosen_SN, token_SN, prob_SN = (spread(value, pos_SW, chosen_SW, capacity) for value in values)
-        return chosen_SN, token_SN, prob_SN
-
-    def _commit(self, commits: tuple[Tensor, ...], *, new_pass: bool = True) -> None:
-        stops = not (isinstance(self.frontier, Pipeline) and self.frontier.stop_adding_only)
-        eos_SE = self.params.eos_SE if stops else torch.full_like(self.params.eos_SE, -1)
-        chosen_SN, token_SN, prob_SN = commits
-        self.canvas.commit(chosen_SN, token_SN, prob_SN, eos_SE, new_pass=new_pass)
-        if self.params.needs.guided:
-            self.canvas.follow()
-
-    def _verify(self, drafter: TwoPass, work: Work, columns: Columns, commit_SC: Tensor) -> None:
-        """Flash-Verify's second forward, and its commits."""
-        search, plan = self._verify_rows(drafter, columns, commit_SC)
-        first = drafter.num_context + drafter.num_search
-        rows_SK = torch.arange(first, first + drafter.num_search, device=self.canvas.device).expand_as(search.pos_SK)
-        stats = self._predict(_rows(self._forward(plan), rows_SK), search.pos_SK, VERIFY)
-        self._settle_verified(drafter, work, search, plan.valid_SQ, stats)
-
-    def _verify_rows(self, drafter: TwoPass, columns: Columns, commit_SC: Tensor) -> tuple[Search, FixedPlan]:
-        search = drafter.search(columns.view, columns.scores, commit_SC)
-        search = replace(search, valid_SK=search.valid_SK & (search.pos_SK < self.canvas.end_S[:, None]))
-        return search, drafter.rows(self.canvas, search)
-
-    def _settle_verified(
-        self, drafter: TwoPass, work: Work, search: Search, valid_SQ: Tensor, stats: LogitStats
-    ) -> None:
-        token_SK, prob_SK = (value.view_as(search.pos_SK) for value in (stats.token_C, stats.prob_C))
-        agrees_SK = drafter.accept(search, token_SK, prob_SK, self.params)
-        self._commit(self._on_canvas(agrees_SK, search.pos_SK, search.token_SK, prob_SK), new_pass=False)
-        num_accepted_S = (agrees_SK & (search.pos_SK < self.canvas.end_S[:, None])).sum(1)
-        self._end_step(work, num_accepted_S, valid_SQ.sum(1))
-
-    def _end_step(self, work: Work, num_accepted_S: Tensor, num_more_rows_S: Tensor) -> None:
-        if isinstance(self.frontier, Pipeline):
-            self.frontier.retire(self.canvas)
-        num_rows_S = work.plan.valid_SQ.sum(1) + num_more_rows_S
-        self.canvas.count_rows(num_rows_S)
-        self._tell(work, num_rows_S, num_accepted_S)
-
-    def _tell(self, work: Work, num_rows_S: Tensor, num_accepted_S: Tensor) -> None:
-        """Fill the readback; finished seats become inactive, so that a replay before the host looks changes nothing."""
+    def _end(self, num_rows_S: Tensor, num_more_S: Tensor, num_accepted_S: Tensor, overflow_S: Tensor) -> None:
+        """Count, retire blocks, and fill the readback; finished seats become inactive, so that a replay before the host
+        looks changes nothing."""
         canvas = self.canvas
+        self.frontier.retire(canvas)
+        canvas.count_pass(num_rows_S)
+        canvas.count_pass(num_more_S)
         num_undecided_S = canvas.undecided_SN().sum(1)
         columns = (
             canvas.num_settled_S(),
             canvas.end_S,
             canvas.pass_S,
             num_undecided_S,
-            num_rows_S,
+            num_rows_S + num_more_S,
             num_accepted_S,
-            work.overflow_S,
+            overflow_S,
             canvas.active_S,
         )
         self.readback.copy_(torch.stack([column.int() for column in columns], 1))
         canvas.active_S &= num_undecided_S[canvas.leader_or_self_S()] > 0  # a twin rests when its leader does
 
 
-def _rows(hidden_SQD: Tensor, row_SC: Tensor) -> Tensor:
-    """Hidden rows [S, C, D] by number."""
-    return hidden_SQD.gather(1, row_SC[:, :, None].expand(-1, -1, hidden_SQD.shape[2]))
+def _twin_S(params: DecodeParams) -> Tensor:
+    """Each seat's guidance twin; itself where it has none."""
+    return torch.where(params.twin_S >= 0, params.twin_S, torch.arange(params.num_seats, device=params.twin_S.device))
+
+
+def _at_rows(value_SN: Tensor, plan: RowPlan) -> Tensor:
+    """bool [M]: a canvas value at each canvas row, False at others."""
+    more_S = torch.zeros_like(value_SN[:, :1]).expand(-1, plan.row_SE.shape[1] - value_SN.shape[1])
+    return torch.cat((value_SN, more_S), 1)[plan.seat_M, plan.column_M]
+
+
+def _prediction(stats: LogitStats, like_SW: Tensor) -> Prediction:
+    return Prediction(*(x.view(like_SW.shape) for x in (stats.token_C, stats.prob_C, stats.asked_prob_C)))

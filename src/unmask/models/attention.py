@@ -1,6 +1,6 @@
 """How rows see each other: the attention context, which a caller hands to the model's forward.
 
-B sequences, N width of a padded sequence, M flat rows, S seats, D hidden size, H query heads, Hkv key heads, hd head
+B sequences, N width of a padded sequence, D hidden size, H query heads, Hkv key heads, hd head
 size
 """
 
@@ -113,75 +113,3 @@ class DenseContext:
         assert self._kv is not None, "attend before project"
         (k, v), self._kv = self._kv, None  # let go: the last layer's keys must not outlive the pass
         return ops.attention(q, k, v, mask=self._mask, see=self._see).flatten(-2)
-
-
-class PackedContext:
-    """Flat rows of several sequences without a cache: the rows of this pass see those of their own seat only.
-
-    `pos_M`: position of a row (for the rotation). `seat_M`, `index_M`: its place [seat, index] in the padded
-    [num_seats, width] in which attention runs; no two rows share one. `see_S`: rows of seat s see the indices
-    [0, see_s); None = all that are there. Places without a row are never attended to. Hidden rows are [M, D].
-
-    `complete=True` promises that the rows are all places in order and that every row sees all of its seat: a plain
-    reshape, no index and no mask. None (default) finds out, which on a GPU waits for the device once.
-    """
-
-    def __init__(
-        self,
-        pos_M: Tensor,
-        seat_M: Tensor,
-        index_M: Tensor,
-        num_seats: int,
-        width: int,
-        see_S: Tensor | None,
-        rope: RopeTable,
-        *,
-        complete: bool | None = None,
-    ) -> None:
-        self._cos, self._sin = rope.at(pos_M)
-        self._shape = (num_seats, width)
-        self._kv: tuple[Tensor, Tensor] | None = None
-        self._place_M: Tensor | None = None
-        self._allowed_S1N: Tensor | None = None
-        place_M = seat_M.long() * width + index_M
-        if complete is None:
-            complete = _is_complete(place_M, see_S, num_seats, width)
-        if not complete:
-            self._place_M = place_M
-            self._allowed_S1N = self._occupied(place_M, see_S)
-
-    def _occupied(self, place_M: Tensor, see_S: Tensor | None) -> Tensor:
-        """Places with a row, within reach of their seat: bool [S, 1, N]."""
-        num_seats, width = self._shape
-        taken = torch.zeros(num_seats * width, dtype=torch.bool, device=place_M.device)
-        taken = taken.index_fill(0, place_M, True).view(num_seats, width)
-        if see_S is not None:
-            taken = taken & (torch.arange(width, device=see_S.device) < see_S.unsqueeze(-1))
-        return taken.unsqueeze(1)
-
-    def _pad(self, rows: Tensor) -> Tensor:
-        """[M, heads, hd] to [S, N, heads, hd]; zeros where there is no row."""
-        if self._place_M is None:
-            return rows.view(*self._shape, *rows.shape[1:])
-        num_seats, width = self._shape
-        empty = rows.new_zeros(num_seats * width, *rows.shape[1:])
-        return empty.index_copy(0, self._place_M, rows).view(num_seats, width, *rows.shape[1:])
-
-    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:  # noqa: ARG002
-        q, k, v = weights.split(hidden)
-        self._kv = self._pad(ops.rope(k, self._cos, self._sin)), self._pad(v)
-        return ops.rope(q, self._cos, self._sin)
-
-    def attend(self, layer: int, q: Tensor) -> Tensor:  # noqa: ARG002
-        assert self._kv is not None, "attend before project"
-        (k, v), self._kv = self._kv, None
-        out = ops.attention(self._pad(q), k, v, mask=self._allowed_S1N).flatten(0, 1).flatten(-2)
-        return out if self._place_M is None else out.index_select(0, self._place_M)
-
-
-def _is_complete(place_M: Tensor, see_S: Tensor | None, num_seats: int, width: int) -> bool:
-    """Are the rows all places, in order, and does every row see all of its seat?"""
-    if len(place_M) != num_seats * width:
-        return False
-    in_order = torch.equal(place_M, torch.arange(len(place_M), device=place_M.device))
-    return in_order and (see_S is None or bool((see_S >= width).all()))

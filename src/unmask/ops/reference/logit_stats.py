@@ -43,6 +43,8 @@ class LogitStats:
     """float32: probability of the best token minus the second best; zeros unless asked for."""
     neg_entropy_C: Tensor
     """float32: sum p log p, nats; zeros unless asked for."""
+    asked_prob_C: Tensor
+    """float32: probability of the token in `ask_C`; zeros without it."""
 
 
 def logit_stats(
@@ -55,6 +57,7 @@ def logit_stats(
     sampling: Sampling | None = None,
     margin: bool = False,
     entropy: bool = False,
+    ask_C: Tensor | None = None,
 ) -> LogitStats:
     """Token, probability and, when asked for, margin and entropy of each row's softmax(hidden @ head^T).
 
@@ -62,7 +65,8 @@ def logit_stats(
     ``ban_softmax_CB`` ids have probability 0; such an id may still be predicted, with confidence 0, unless it is
     banned from the arg-max too. With ``sampling``, top_p, top_k and min_p keep tokens by the distribution at the
     row's temperature; the token is drawn from those, and its confidence is its share of the kept ones at
-    temperature 1 (or the row's, with ``temper``). Softmax statistics are float32. Ties go to the lowest id.
+    temperature 1 (or the row's, with ``temper``). ``ask_C`` int64 asks for one more token's probability, under the same
+    softmax. Statistics are float32. Ties go to the lowest id.
     """
     num_rows = hidden_CD.shape[0]
     copies = _COPIES if sampling is not None else 2
@@ -81,12 +85,13 @@ def logit_stats(
             None if sampling is None else sampling.rows(part),
             margin,
             entropy,
+            take(ask_C, part),
         )
         for part in parts
     ]
     if not pieces:
         real = hidden_CD.new_zeros(0, dtype=torch.float32)
-        return LogitStats(hidden_CD.new_zeros(0, dtype=torch.int64), real, real, real)
+        return LogitStats(hidden_CD.new_zeros(0, dtype=torch.int64), real, real, real, real)
     return LogitStats(*(torch.cat(column) for column in zip(*pieces)))
 
 
@@ -98,7 +103,8 @@ def _chunk(
     sampling: Sampling | None,
     margin: bool,
     entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ask_c: Tensor | None,
+) -> tuple[Tensor, ...]:
     weight_cV = logits_cV  # what the softmax is taken of
     if ban_softmax_cB is not None:
         weight_cV = _ban(logits_cV.clone(), ban_softmax_cB)
@@ -113,7 +119,8 @@ def _chunk(
             neg_entropy_c = _neg_entropy(weight_cV, norm_c)
     prob_c = _prob(weight_cV, token_c, norm_c)
     margin_c = _margin(weight_cV, norm_c, choice_cV) if margin else torch.zeros_like(norm_c)
-    return token_c, prob_c, margin_c, neg_entropy_c
+    asked_c = torch.zeros_like(norm_c) if ask_c is None else _prob(weight_cV, ask_c, norm_c)
+    return token_c, prob_c, margin_c, neg_entropy_c, asked_c
 
 
 def _ban(logits_cV: Tensor, ids_cB: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""The attention context of the engine: rows write their K/V into the paged pool, and attention reads nothing else.
+
+M rows, S seats, N positions, E columns of a seat
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unmask import ops
+from unmask.cache.pool import PAGE_SIZE, PagePool
+from unmask.core.rows import RowPlan
+from unmask.models.attention import AttentionWeights, RopeTable
+
+
+@dataclass(frozen=True)
+class MassSpec:
+    """Which attention is counted as tracking mass (Flash-dLLM section 3.1 and its released code)."""
+
+    first_layer: int = 2
+    last_layer: int | None = None
+    """Exclusive; None is the last one."""
+    softmax: bool = False
+    """Attention weights instead of raw q . k."""
+
+    def counts(self, layer: int) -> bool:
+        """Whether this layer's attention is added."""
+        return layer >= self.first_layer and (self.last_layer is None or layer < self.last_layer)
+
+
+class PagedContext:
+    """Attention of one plan over the pool; hidden rows are [M, D].
+
+    With ``mass`` and ``counts_M`` bool [M], ``mass_SN`` is afterwards the mean over those rows, summed over the layers.
+    """
+
+    def __init__(
+        self,
+        plan: RowPlan,
+        pool: PagePool,
+        rope: RopeTable,
+        capacity: int,
+        *,
+        mass: MassSpec | None = None,
+        counts_M: Tensor | None = None,
+    ) -> None:
+        self.plan = plan
+        self._pool, self._mass, self._counts_M = pool, mass, counts_M
+        self._cos, self._sin = rope.at(plan.pos_M)
+        num_seats = len(plan.num_rows_S)
+        pages_SP = pool.page_table_SP[:num_seats, : -(-capacity // PAGE_SIZE)]
+        live = plan.live
+        sight = ops.Sight(
+            seat_M=plan.seat_M,
+            see_M=plan.see_M,
+            num_rows_S=plan.num_rows_S,
+            page_table_SP=pages_SP,
+            page_size=PAGE_SIZE,
+            num_keys=plan.num_keys,
+            per_seat=plan.per_seat,
+        )
+        # Columns of padding go to entry 0, which is written and never read.
+        entry_SN, scratch_SX = sight.entries()[:, :capacity], pool.scratch_SX[:num_seats]
+        entry_SE = torch.cat((entry_SN, scratch_SX, torch.zeros_like(entry_SN[:, :1])), 1)
+        num_columns = plan.row_SE.shape[1]
+        padding_SE = torch.arange(num_columns, device=entry_SE.device) == num_columns - 1
+        entry_SE = torch.where(padding_SE, 0, entry_SE[:, :num_columns])
+        self.write_M = entry_SE[plan.seat_M, plan.column_M]
+        """int64 [M]: pool entry that takes each row's K/V."""
+        if live is not None:
+            live_SJ = entry_SE.gather(1, live.column_SJ)
+            sight = ops.Sight(
+                **{**vars(sight), "live_SJ": live_SJ, "live_bits_MJ": live.bits_MJ, "shadow_SN": live.shadow_SN}
+            )
+        self.sight = sight
+        self._sum_SN: Tensor | None = None
+
+    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:
+        """Writing comes before attention and is unconditional: the cache is what a later pass does not recompute."""
+        q, k, v = weights.split(hidden)
+        pool = self._pool
+        pool.k[layer].index_copy_(0, self.write_M, ops.rope(k, self._cos, self._sin).to(pool.k.dtype))
+        pool.v[layer].index_copy_(0, self.write_M, v.to(pool.v.dtype))
+        return ops.rope(q, self._cos, self._sin)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        k_E, v_E = self._pool.k[layer], self._pool.v[layer]
+        if self._mass is not None and self._counts_M is not None and self._mass.counts(layer):
+            seen_SN = ops.tracking_mass(q, k_E, self.sight, self._counts_M, softmax=self._mass.softmax)
+            self._sum_SN = seen_SN if self._sum_SN is None else self._sum_SN + seen_SN
+        return ops.attend(q, k_E, v_E, self.sight).flatten(-2)
+
+    def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
+        """float32 [S, N]: the mean over the rows that counted, summed over layers; zeros if no layer counts."""
+        if self._sum_SN is None:
+            return torch.zeros(len(num_counted_S), capacity, device=num_counted_S.device)
+        return (self._sum_SN[:, :capacity] / num_counted_S.clamp(min=1)[:, None]).float()
