@@ -24,12 +24,14 @@ from unmask.errors import (
 from unmask.methods import METHODS, Method
 
 if TYPE_CHECKING:
+    from unmask.engine.async_engine import AsyncEngine
     from unmask.engine.llm import LLM
     from unmask.engine.outputs import CanvasCell, CommitEvent, CompletionOutput, RequestOutput, StreamChunk
 
 __all__ = [
     "LLM",
     "METHODS",
+    "AsyncEngine",
     "CanvasCell",
     "CheckpointError",
     "CommitEvent",
@@ -52,6 +54,7 @@ __all__ = [
 # These need torch, whose import takes seconds; `unmask --help` must not pay for it.
 _LAZY = {
     "LLM": "unmask.engine.llm",
+    "AsyncEngine": "unmask.engine.async_engine",
     "CanvasCell": "unmask.engine.outputs",
     "CommitEvent": "unmask.engine.outputs",
     "CompletionOutput": "unmask.engine.outputs",

@@ -141,7 +141,7 @@ class Method:
         return self.all_options[name]
 
     def schedule_for(self, config: Weights) -> str:
-        """ "even" or "dream": how a fixed schedule spreads its commits on these weights."""
+        """How a fixed schedule spreads its commits on these weights: ``even`` or ``dream``."""
         if self.schedule != "family":
             return self.schedule
         return "dream" if config.family == "dream" else "even"
@@ -279,8 +279,8 @@ class Method:
         origin = params.alg == "origin"
         if origin and (self.schedule == "even" or self.frontier not in ("whole", "blocks")):
             raise ConfigError(
-                f"alg='origin' needs Dream's schedule, over blocks or the whole canvas; use method='dream' instead of "
-                f"{self.name!r}"
+                "alg='origin' needs Dream's schedule, over blocks or the whole canvas; "
+                f"use method='dream' instead of {self.name!r}"
             )
         adaptive = any(getattr(params, name) is not None for name in _ADAPTIVE)
         if self.frontier == "pipeline" and (not adaptive or params.alg == "confidence_threshold_budget"):

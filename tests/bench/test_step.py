@@ -23,6 +23,7 @@ def test_compiled_parts_are_whole_graphs_and_change_nothing(kind: Kind, monkeypa
     found = check_replay(kind, random_model(2, 64, 256, torch.float32, "cpu"), 14, capture=False, compiled=True)
     assert found["equal"], found["differences"]
     assert found["seat_steps_finished"] > 14  # the empty seat counts once a step; others were finished, too
+    assert (found["drafts_accepted"] > 0) == (kind.drafter().num_scratch > 0)
     torch._dynamo.reset()
 
 

@@ -35,6 +35,28 @@ WORDS = {
     "remasking": ["random"],
     "alg_temp": ["0.3"],
     "eps": ["0.01"],
+    "strict_threshold": [],
+    "tau_add": ["0.1"],
+    "tau_act": ["0.95"],
+    "pipeline_depth": ["4"],
+    "early_stop": [],
+    "refresh_window": ["64"],
+    "track": ["0"],
+    "refresh_interval": ["8"],
+    "search": ["8"],
+    "gamma": ["0.8"],
+    "accept": ["product"],
+    "isolation": ["reference"],
+}
+# The same for the engine, with the value that the words stand for.
+ENGINE_WORDS = {
+    "max_num_seqs": (["32"], 32),
+    "max_model_len": (["32"], 32),
+    "max_num_batched_tokens": (["32"], 32),
+    "kv_cache_memory_bytes": (["1000000"], 1_000_000),
+    "gpu_memory_utilization": (["0.5"], 0.5),
+    "enable_prefix_caching": ([], True),
+    "allow_attention_mismatch": ([], True),
 }
 
 
@@ -51,8 +73,31 @@ def test_every_sampling_field_is_an_option(field, unmask, llm):
 
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
 def test_every_engine_field_is_an_option(field, unmask, llm):
-    assert unmask("generate", "hello", option_name(field), "32").exit_code == 0
-    assert llm.options[field.name] == 32
+    words, value = ENGINE_WORDS[field.name]
+    assert unmask("generate", "hello", option_name(field), *words).exit_code == 0
+    assert llm.options[field.name] == value
+    assert EngineConfig(**{field.name: value}) != EngineConfig()
+
+
+@pytest.mark.parametrize("name", ["early_stop", "strict_threshold"])
+@pytest.mark.parametrize(("prefix", "value"), [(["--"], True), (["--no-"], False), ([], None)])
+def test_a_switch_that_is_open_can_be_put_on_and_off(name, prefix, value, unmask, llm):
+    given = [prefix[0] + name.replace("_", "-")] if prefix else []
+    assert unmask("generate", "hello", *given).exit_code == 0
+    assert getattr(llm.calls[0][2], name) is value
+
+
+def test_an_open_switch_of_the_engine_can_be_put_off(unmask, llm):
+    assert unmask("generate", "hello", "--no-enable-prefix-caching").exit_code == 0
+    assert llm.options["enable_prefix_caching"] is False
+    assert unmask("generate", "hello").exit_code == 0
+    assert "enable_prefix_caching" not in llm.options
+
+
+@pytest.mark.parametrize("option", ["--no-ignore-eos", "--no-allow-attention-mismatch", "--skip-special-tokens"])
+def test_a_switch_that_is_decided_has_one_option_only(option, unmask, llm):
+    assert unmask("generate", "hello", option).exit_code == 2
+    assert llm.calls == []
 
 
 @pytest.mark.parametrize("cls", [SamplingParams, EngineConfig])

@@ -57,7 +57,9 @@ def test_models_as_json_and_as_a_table(unmask):
 def test_methods_as_json_and_as_a_table(unmask):
     rows = json.loads(unmask("methods", "--json").stdout)
     assert [row["name"] for row in rows] == list(METHODS)
-    assert all(name in unmask("methods").stdout for name in METHODS)
+    lines = unmask("methods").stdout.splitlines()
+    assert all(any(line.startswith(f" {name} ") for line in lines) for name in METHODS)
+    assert all(any(row["axes"].split(" / ")[1] in line for line in lines) for row in rows)
 
 
 @pytest.fixture

@@ -476,7 +476,8 @@ def test_a_cancelled_head_lets_the_next_one_run() -> None:
     queue = seated(ordinary, long, short)
     assert queue.grant([50, 900, 50], [False, True, True]) == [long, short]
     queue.release(long)
-    assert queue.grant([50, 0, 50], [False, False, True]) == []
+    assert queue.budget.deficit == 50  # what was saved is the next one's
+    assert queue.grant([50, 0, 100], [False, False, True]) == []
 
 
 def test_nothing_is_saved_while_somebody_waits_outside() -> None:
@@ -874,3 +875,16 @@ LOOP_FAULTS: list[tuple[type[Scheduler], type[RowBudget], str]] = [
 @pytest.mark.parametrize(("make", "budget", "promise"), LOOP_FAULTS)
 def test_a_wrong_scheduler_is_found_out(make: type[Scheduler], budget: type[RowBudget], promise: str) -> None:
     seek(loads(), lambda load: promise in failures(Loop(load, make, budget).run()))
+
+
+def test_savings_are_bounded_by_the_largest_refresh() -> None:
+    """Thousand light passes save no more than one refresh can cost; a head of that cost still gets its turn."""
+    bounded, unbounded = RowBudget(100, max_deficit=300), RowBudget(100)
+    for _ in range(1000):
+        assert bounded.grant(30, [20], blocked=False) == unbounded.grant(30, [20], blocked=False) == 1
+    assert (bounded.deficit, unbounded.deficit) == (300, 50_000)
+    assert bounded.grant(30, [300] * 16, blocked=False) == 1
+    waits = 0
+    while bounded.grant(99, [300], blocked=False) == 0:
+        waits += 1
+    assert waits <= 300

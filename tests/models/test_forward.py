@@ -1,4 +1,4 @@
-"""The forward pass: golden logits, and the same rows alone, padded and packed."""
+"""The forward pass without a cache: golden logits, and the same rows alone and padded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unmask.models.attention import DenseContext, PackedContext, RopeTable
+from unmask.models.attention import DenseContext, RopeTable
 from unmask.models.loading import load_model
 from unmask.models.transformer import Transformer
 
@@ -122,64 +122,6 @@ def test_a_pad_id_inside_a_prompt_is_attended(model: Transformer) -> None:
     same(before[0, :5], alone(model, prompt))
     batch[0, 1] = 8
     assert not torch.allclose(padded(model, batch, see=see)[0, 0], before[0, 0], atol=1e-3)
-
-
-def pack(model: Transformer, sequences: list[Tensor], width: int, **options: Any) -> PackedContext:
-    seat = torch.cat([torch.full((len(s),), i) for i, s in enumerate(sequences)])
-    index = torch.cat([torch.arange(len(s)) for s in sequences])
-    see = torch.tensor([len(s) for s in sequences])
-    return PackedContext(index, seat, index, len(sequences), width, see, model.rope, **options)
-
-
-@torch.no_grad()
-def test_packed_equals_alone(model: Transformer, sequences: list[Tensor]) -> None:
-    ours = model.logits(model(torch.cat(sequences), pack(model, sequences, 16)))
-    same(ours, torch.cat([alone(model, s) for s in sequences]))
-
-
-@torch.no_grad()
-def test_packed_complete_is_a_plain_reshape(model: Transformer) -> None:
-    token = torch.randint(0, 300, (3, 8), generator=torch.Generator().manual_seed(3))
-    ctx = pack(model, list(token), 8)
-    assert ctx._place_M is None
-    assert ctx._allowed_S1N is None
-    packed = model(token.flatten(), ctx)
-    assert torch.equal(packed.view(3, 8, -1), model(token, DenseContext(torch.arange(8), rope=model.rope)))
-    told = model(token.flatten(), pack(model, list(token), 8, complete=True))
-    assert torch.equal(packed, told)
-    same(model(token.flatten(), pack(model, list(token), 8, complete=False)), packed)
-
-
-@torch.no_grad()
-def test_packed_rows_may_come_in_any_order_and_with_gaps(model: Transformer) -> None:
-    """Places without a row are not keys, even within reach; a shuffled full batch is not taken for a plain one."""
-    token = torch.randint(0, 300, (2, 6), generator=torch.Generator().manual_seed(4))
-    order = torch.tensor([7, 0, 11, 3, 5, 1, 10, 2, 9, 4, 8, 6])
-    pos = torch.arange(12) % 6
-    seat = torch.arange(12) // 6
-    see = torch.tensor([6, 6])
-    straight = model(token, DenseContext(torch.arange(6), rope=model.rope)).flatten(0, 1)
-    shuffled = PackedContext(pos[order], seat[order], pos[order], 2, 6, see, model.rope)
-    same(model(token.flatten()[order], shuffled), straight[order])
-
-    gaps = torch.tensor([0, 2, 3, 6, 7, 8, 9, 10, 11])
-    ctx = PackedContext(pos[gaps], seat[gaps], pos[gaps], 2, 6, None, model.rope)
-    kept = token[:1, [0, 2, 3]]
-    first = model(kept, DenseContext(torch.tensor([0, 2, 3]), rope=model.rope))[0]
-    same(model(token.flatten()[gaps], ctx)[:3], first)
-
-
-@torch.no_grad()
-def test_packed_see_limits_the_keys(model: Transformer) -> None:
-    token = torch.randint(0, 300, (1, 6), generator=torch.Generator().manual_seed(5))
-    place = torch.arange(6)
-    ctx = PackedContext(place, torch.zeros(6, dtype=torch.long), place, 1, 6, torch.tensor([4]), model.rope)
-    same(model(token[0], ctx), padded_hidden(model, token, torch.tensor([4]))[0])
-
-
-def padded_hidden(model: Transformer, token: Tensor, see: Tensor) -> Tensor:
-    out: Tensor = model(token, DenseContext(torch.arange(token.shape[1]), see=see, rope=model.rope))
-    return out
 
 
 @torch.no_grad()

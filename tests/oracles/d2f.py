@@ -8,8 +8,7 @@ all of its own block and of the blocks before it, decided or not, and nothing la
 decodes, *sealing* in the one pass that runs it with all of its tokens in place, and *sealed* from then on: nothing
 that it sees changes any more. It stays active, though complete, as long as a block before it is active. An active
 block is *full* from the step on in which the block before it is decided to `tau_act`; only a full one must commit in
-every pass. *In flight* are the active blocks that still have undecided positions. Positions count from the prompt's
-start.
+every pass. *In flight* are the active blocks. Positions count from the prompt's start.
 
 One step, in this order: add one block; make blocks full; stop if no block is active; run sealing and active blocks;
 what was sealing is sealed; commit; complete blocks with no active one before them become sealing.
@@ -22,8 +21,8 @@ Where the description leaves a choice, this is what happens here:
 - A forced token is the best by `rank`, ties leftmost; the threshold is on the probability all the same. Softmax
   statistics are fp32. MASK is never predicted, but counts in the softmax and in the entropy; "margin" is the lead
   over the second best token but MASK.
-- `depth` bounds the blocks in flight when one is added. A complete block that waits for an earlier one runs in every
-  pass, but does not count.
+- `depth` bounds the blocks in flight when one is added. A complete block that waits for an earlier one counts: it runs
+  in every pass, and the depth bounds the rows of a pass.
 - `max_tokens` is exact: the last block may be shorter.
 - With `early_stop`, `end` is the position after the leftmost committed end-of-text token of the answer, wherever it
   was committed, and may move left later. What is at or past it is gone from the step's commits on, whole blocks or the
@@ -287,7 +286,7 @@ class Decoder:
         s = self.settings
         start = self.blocks[-1].stop if self.blocks else self.num_prompt
         stop = min(start + s.block_length, self.end)
-        in_flight = sum(block.undecided > 0 for block in self.blocks)
+        in_flight = sum(block.state == "active" for block in self.blocks)
         if start == stop or self.ended or self._ratio(len(self.blocks) - 1) < s.tau_add:
             return
         if s.depth is not None and in_flight >= s.depth:
@@ -478,7 +477,7 @@ SETTINGS = [
         block_length=9, tau_act=0.6, threshold=0.7, early_stop=False,
     ),
     _case(
-        "reference-depth-2", _MHA, (12, 0), 44, (113,), "middle",
+        "reference-depth-2", _MHA, (12, 0), 44, (239,), "middle",
         [{"early_stop": True}, {"depth": None}],
         speculative=True, block_length=7, tau_act=0.5, threshold=0.7, depth=2, early_stop=False,
     ),

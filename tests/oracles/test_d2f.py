@@ -202,18 +202,18 @@ def test_a_prediction() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("max_tokens", "block_length"), [(18, 6), (16, 1), (17, 17), (17, 40)])
+@pytest.mark.parametrize(("max_tokens", "block_length"), [(18, 6), (11, 1), (13, 13), (17, 40)])
 def test_taus_of_one_decode_one_token_at_a_time_block_by_block(name: str, max_tokens: int, block_length: int) -> None:
     """With a block for the whole answer: plain low-confidence decoding in which the prompt does not see the answer."""
     model = model_of(name)
     settings = D2FSettings(block_length=block_length, tau_add=1, tau_act=1, threshold=1)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[::2]:
 
         def network(canvas: Sequence[int], num_prompt: int = len(prompt)) -> Tensor:
             return block_causal_logits(model, canvas, num_prompt, block_length)
 
         free = decode(model, prompt, max_tokens, settings)
-        for eos_id in (model.config.eos_token_ids[0], free.token_ids[0], free.token_ids[7]):
+        for eos_id in (free.token_ids[0], free.token_ids[7]):
             mine = decode(model, prompt, max_tokens, settings, [eos_id])
             params = SamplingParams(max_tokens=max_tokens, steps=max_tokens, block_length=block_length)
             family = dataclasses.replace(decoding.family_of(model), eos_ids=(eos_id,))
@@ -236,7 +236,7 @@ def test_bounds_that_do_not_bind(name: str) -> None:
     depths = []
     for prompt in PROMPTS:
         run = decode(model_of(name), prompt, 23, settings)
-        depths += [sum(block.undecided > 0 for block in step.blocks) for step in run.steps]
+        depths += [sum(block.state == "active" for block in step.blocks) for step in run.steps]
         for change in ({"depth": 5}, {"early_stop": False}):
             assert commits(decode(model_of(name), prompt, 23, dataclasses.replace(settings, **change))) == commits(run)
     assert max(depths) > 2
@@ -359,7 +359,8 @@ def test_blocks_follow_the_rules(case: D2FCase) -> None:
         counts = [canvas[low:high].count(mask) for low, high in left]
         may_add = (left[-1][1] if left else start) < end and not ended
         may_add = may_add and (not left or 1 - counts[-1] / (left[-1][1] - left[-1][0]) >= s.tau_add - 1e-9)
-        may_add = may_add and (s.depth is None or sum(count > 0 for count in counts) < s.depth)
+        flying = len(counts) - next((place for place, count in enumerate(counts) if count), len(counts))
+        may_add = may_add and (s.depth is None or flying < s.depth)
         if may_add:
             low = left[-1][1] if left else start
             left.append((low, min(low + s.block_length, last)))
@@ -403,7 +404,7 @@ def test_commits_follow_the_rules(case: D2FCase) -> None:
     mask, shift = model.config.mask_token_id, model.config.logit_shift
     for step in run_of(case.name).steps:
         probs = torch.softmax(block_causal_logits(model, step.tokens, len(case.prompt), s.block_length).float(), -1)
-        found, forced = {}, set()
+        found, forced = dict[int, int](), set[int]()
         for block in step.blocks:
             candidates = [n for n in range(block.start, block.stop) if step.tokens[n] == mask]
             rows = {n: probs[n - shift] for n in candidates}
@@ -422,6 +423,27 @@ def test_commits_follow_the_rules(case: D2FCase) -> None:
         assert step.forced == {n for n in forced if n < step.end}
 
 
+class Undecided(Decoder):
+    """Every row gives two tokens one half each."""
+
+    def forward(self, window: set[int]) -> dict[int, Tensor]:
+        logits = torch.full((self.model.config.vocab_size,), -torch.inf)
+        logits[[7, 9]] = 0
+        return dict.fromkeys(window, logits)
+
+
+@pytest.mark.parametrize("rank", ["prob", "margin", "entropy"])
+def test_ties_and_the_strict_threshold(rank: str) -> None:
+    for name in MODELS:
+        settings = D2FSettings(block_length=3, tau_add=1, threshold=0.5, rank=rank)
+        run = Undecided(model_of(name), [1, 2], 5, settings).run()
+        assert commits(run) == [{n: 7} for n in range(2, 7)]
+        assert [step.forced for step in run.steps] == [{n} for n in range(2, 7)]
+        run = Undecided(model_of(name), [1, 2], 5, dataclasses.replace(settings, threshold=0.499)).run()
+        assert commits(run) == [{2: 7, 3: 7, 4: 7}, {5: 7, 6: 7}]
+        assert run.margin == 0, "the second best token is as good"
+
+
 # --- what every run promises
 
 
@@ -431,7 +453,7 @@ def test_every_run_ends_in_time_and_without_mask() -> None:
         ("first", "last", "none", "moved", "block gone", "tail gone", "gone at once", "waits", "none committed"), 0
     )
     generator = torch.Generator().manual_seed(2)
-    for number in range(150):
+    for number in range(100):
         model = model_of(MODELS[number % 3])
         mask = model.config.mask_token_id
         draw = torch.randint(0, 300, (20,), generator=generator).tolist()
@@ -445,7 +467,7 @@ def test_every_run_ends_in_time_and_without_mask() -> None:
             rank=("prob", "margin", "entropy")[draw[7] % 3],
         )
         free = decode(model, prompt, max_tokens, settings)
-        eos_ids = {free.canvas[len(prompt) + draw[8] % max_tokens]}
+        eos_ids = {free.canvas[len(prompt) + draw[8] % max_tokens] if number % 7 else draw[9]}
         run = decode(model, prompt, max_tokens, settings, eos_ids)
         reference = decode(model, prompt, max_tokens, dataclasses.replace(settings, early_stop=False), eos_ids)
         for one in (free, run, reference):
@@ -456,10 +478,10 @@ def test_every_run_ends_in_time_and_without_mask() -> None:
             assert all(step.committed for step in one.steps)
             decided = [n for step in one.steps for n in step.committed]
             assert len(decided) == len(set(decided))
-            assert not eos_ids & set(one.token_ids) or one is free
         assert len(free.canvas) == len(prompt) + max_tokens
         assert free.finish_reason == "length"
-        assert run.finish_reason == reference.finish_reason or len(reference.canvas) < len(run.canvas)
+        assert run.finish_reason == reference.finish_reason
+        assert not eos_ids & {*run.token_ids, *reference.token_ids}
         answer = run.canvas[len(prompt) :]
         assert run.token_ids == (answer[:-1] if run.finish_reason == "stop" else answer)
         assert not eos_ids & set(answer[:-1])
@@ -472,13 +494,14 @@ def test_every_run_ends_in_time_and_without_mask() -> None:
         events["none"] += run.finish_reason == "length"
         if first is not None:
             events["gone at once"] += len(run.steps[first].committed) < len(reference.steps[first].committed)
+        for step in free.steps:
+            events["waits"] += any(block.state == "active" and not block.undecided for block in step.blocks)
+            ids = [set(range(block.start, block.stop)) for block in step.blocks if block.undecided]
+            events["none committed"] += any(not here & set(step.committed) for here in ids)
         for step, after in itertools.pairwise(run.steps):
             events["moved"] += len(prompt) + max_tokens > step.end > after.end
             events["block gone"] += len(after.blocks) < len(step.blocks)
-            events["tail gone"] += after.blocks[-1].stop < step.blocks[len(after.blocks) - 1].stop
-            events["waits"] += any(block.state == "active" and not block.undecided for block in step.blocks)
-            active = [block for block in step.blocks if block.undecided]
-            events["none committed"] += any(not set(range(b.start, b.stop)) & set(step.committed) for b in active)
+            events["tail gone"] += any(b.stop < a.stop for a, b in zip(step.blocks, after.blocks))
     assert all(events.values()), events
 
 

@@ -15,10 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unmask.bench.environment import environment
+from unmask.cache.context import PagedContext
+from unmask.cache.pool import PagePool, kv_planes, num_pages_for
 from unmask.config import SamplingParams
+from unmask.core.canvas import Canvas
+from unmask.core.rows import pack
 from unmask.engine.llm import LLM
 from unmask.eval.word_problems import held_out, score
-from unmask.models.attention import PackedContext
 from unmask.models.transformer import Layer, Norm, Transformer
 
 NETWORK = ("forward", "scores", "tokenizer")
@@ -60,7 +63,7 @@ def bare_forward(model: Transformer, token_BN: Tensor) -> Tensor:
         qkv = F.linear(norm(x, layer.attn_norm.weight), layer.attn.qkv.weight, layer.attn.qkv.bias)
         q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split(heads, -2)
         q, k, v = (t.transpose(1, 2) for t in (rotate(q), rotate(k), v))
-        seen = F.scaled_dot_product_attention(q, k, v)
+        seen = F.scaled_dot_product_attention(q, k, v, enable_gqa=config.num_heads != config.num_kv_heads)
         x = x + F.linear(seen.transpose(1, 2).flatten(-2), layer.attn.out.weight)
         gate, up = F.linear(norm(x, layer.mlp_norm.weight), layer.mlp.gate_up.weight).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, layer.mlp.down.weight)
@@ -68,16 +71,30 @@ def bare_forward(model: Transformer, token_BN: Tensor) -> Tensor:
     return norm(x, model.norm.weight)
 
 
-def our_forward(model: Transformer, token_BN: Tensor) -> Tensor:
-    """The engine's way: flat rows and a packed context."""
-    num_seqs, length = token_BN.shape
-    pos_M = torch.arange(length, device=token_BN.device).repeat(num_seqs)
-    seat_M = torch.arange(num_seqs, device=token_BN.device).repeat_interleave(length)
-    see_S = torch.full((num_seqs,), length, device=token_BN.device)
-    ctx = PackedContext(pos_M, seat_M, pos_M, num_seqs, length, see_S, model.rope)
-    hidden: Tensor = model(token_BN.flatten(), ctx)
-    out: Tensor = hidden.unflatten(0, token_BN.shape)
-    return out
+def our_forward(model: Transformer, num_seqs: int, length: int) -> Callable[[Tensor], Tensor]:
+    """The engine's way: flat rows over a pool of pages. The pool is there before a pass; its rows are packed for it."""
+    pool = PagePool(
+        kv_planes(model.config, model.head.dtype),
+        num_layers=model.config.num_layers,
+        num_pages=num_seqs * num_pages_for(length),
+        num_seats=num_seqs,
+        max_positions=length,
+        device=model.head.device,
+    )
+    canvas = Canvas.empty(num_seqs, length, model.config.mask_token_id, model.head.device)
+    for seat in range(num_seqs):
+        pool.reserve(seat, length)
+    canvas.end_S.fill_(length)
+    canvas.active_S.fill_(True)
+
+    def run(token_BN: Tensor) -> Tensor:
+        canvas.token_SN.copy_(token_BN)
+        plan = pack(canvas, canvas.visible_SN(), canvas.end_S[:, None].expand(-1, length))
+        hidden: Tensor = model(plan.token_M, PagedContext(plan, pool, model.rope, length))
+        out: Tensor = hidden.unflatten(0, token_BN.shape)
+        return out
+
+    return run
 
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:
@@ -97,12 +114,13 @@ def forward_ratio(model: Transformer, num_seqs: int, length: int, repeats: int =
         ValueError: the two disagree; a time is worth nothing then.
     """
     token_BN = torch.randint(0, model.config.vocab_size, (num_seqs, length))
-    ours, bare = our_forward(model, token_BN), bare_forward(model, token_BN)
+    engine = our_forward(model, num_seqs, length)
+    ours, bare = engine(token_BN), bare_forward(model, token_BN)
     error = float((ours - bare).norm() / bare.norm())
     if error > 1e-4:
         raise ValueError(f"the bare forward differs from ours by {error:.1e} relative; mend it before timing")
     rounds = [
-        (_median_ms(lambda: our_forward(model, token_BN), 3), _median_ms(lambda: bare_forward(model, token_BN), 3))
+        (_median_ms(lambda: engine(token_BN), 3), _median_ms(lambda: bare_forward(model, token_BN), 3))
         for _ in range(repeats)
     ]
     ours_ms, bare_ms = (statistics.median(column) for column in zip(*rounds))

@@ -25,7 +25,7 @@ from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Window
 from unmask.decoding.params import DecodeParams, Needs, seat_params
 from unmask.engine.graphs import CapturedStep, Readback
-from unmask.engine.step import Budgets, Step
+from unmask.engine.step import READBACK, Budgets, Step
 from unmask.models.config import ModelConfig
 from unmask.models.transformer import Transformer
 from unmask.ops import LogitStats
@@ -140,9 +140,8 @@ def admit(step: Step, seat: int, number: int, prompt: int, answer: int) -> None:
     block = layout.blocks(prompt + answer, prompt, BLOCK)
     step.canvas.place(seat, token, prompt=prompt, block_N=block)
     rule_params = seat_params(params, kind="even", masks_per_block=sizes, model_eos=eos, seed=number)
-    caching = {"refresh": 2 * BLOCK, "track": BLOCK}
-    verifying = {"gamma": 0.0, "isolated": number % 2 == 0, "product": number % 3 == 0, "search": 8 - number % 4}
-    step.params.write(seat, replace(rule_params, **caching, **verifying))
+    rule_params = replace(rule_params, refresh=2 * BLOCK, track=BLOCK, gamma=0.0, search=8 - number % 4)
+    step.params.write(seat, replace(rule_params, isolated=number % 2 == 0, product=number % 3 == 0))
     step.params.needs = needs
 
 
@@ -157,6 +156,14 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _told(readback: Tensor, name: str) -> Tensor:
+    return readback[:, READBACK.index(name)]
+
+
+def _finished(readback: Tensor) -> Tensor:
+    return _told(readback, "num_undecided") == 0
 
 
 def _synchronize() -> None:
@@ -183,7 +190,7 @@ def scenario(step: Step, run: Callable[[], None], num_steps: int) -> list[dict[s
             readback.send()
             seen = readback.receive()
         history.append(_state(step))
-        free = [] if seen is None else [s for s in range(3) if not seen[s, 7] or seen[s, 3] == 0]
+        free = [] if seen is None else [s for s in range(3) if not _told(seen, "active")[s] or _finished(seen)[s]]
         resting = resting + 1 if free else 0
         if free and resting > 2 and next_number < 12:  # the seat stays empty for two steps first
             admit(step, free[0], next_number, 5 + next_number, 24)
@@ -211,7 +218,7 @@ def check_replay(
         for name in a
         if not torch.equal(a[name], b[name])
     ]
-    finished = sum(int((a["readback"][:, 3] == 0).sum()) for a in eager)
+    finished = sum(int(_finished(a["readback"]).sum()) for a in eager)
     final = eager[-1]
     return {
         "kind": kind.name,
@@ -223,7 +230,7 @@ def check_replay(
         "equal": not wrong,
         "seat_steps_finished": finished,
         "passes_per_seat": final["pass_S"].tolist(),
-        "drafts_accepted": sum(int(a["readback"][:, 5].sum()) for a in eager),
+        "drafts_accepted": sum(int(_told(a["readback"], "num_accepted").sum()) for a in eager),
     }
 
 

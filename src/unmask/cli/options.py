@@ -107,7 +107,9 @@ def option_parameters(cls: type, panel: str, skip: Sequence[str] = ()) -> list[i
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(None, _declaration(field, hints[field.name]), help=_help(cls, field), rich_help_panel=panel),
+            default=typer.Option(
+                None, _declaration(field, hints[field.name]), help=_help(cls, field), rich_help_panel=panel
+            ),
             annotation=option_type(hints[field.name]),
         )
         for field in dataclasses.fields(cls)

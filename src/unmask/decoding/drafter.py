@@ -18,6 +18,7 @@ from unmask.core.scores import Scores
 from unmask.decoding.frontier import FrontierView
 from unmask.decoding.params import DecodeParams
 from unmask.decoding.rule import choose, order, rank
+from unmask.errors import ConfigError
 
 
 def first_best(key: Tensor) -> Tensor:
@@ -134,6 +135,8 @@ class Nested(Drafter):
     parts = ("judge",)
 
     def __init__(self, num_drafts: int, block_width: int) -> None:
+        if num_drafts > block_width:
+            raise ConfigError(f"{num_drafts} nested drafts do not fit a block of {block_width}; use fewer")
         self.num_drafts, self.block_width = num_drafts, block_width
         self.num_pending, self.num_scratch = num_drafts, num_drafts * block_width
 

@@ -171,4 +171,5 @@ def _masks_and_sizes(canvas: Canvas) -> tuple[Tensor, Tensor]:
 def _ratio(masks_SK: Tensor, size_SK: Tensor) -> Tensor:
     """Decided share of each block; blocks that are not there count as undecided, an empty prompt as decided."""
     is_prompt_K = torch.arange(size_SK.shape[1], device=size_SK.device) == 0
-    return torch.where(size_SK > 0, 1 - masks_SK / size_SK.clamp(min=1), is_prompt_K.float())
+    # The quotient of the counts, not 1 - masks / size: 3 of 5 must reach 0.6 to the last bit.
+    return torch.where(size_SK > 0, (size_SK - masks_SK) / size_SK.clamp(min=1), is_prompt_K.float())

@@ -188,7 +188,7 @@ def seat_params(
             "alg='origin' decides positions by chance, and here the first pass of a block must decide its first "
             "position (which is scored by the row before the block); use alg='maskgit_plus', or method='dream'"
         )
-    quota = schedule.quotas(masks_per_block, steps, "even" if budget else kind, eps, lead) if counted else []
+    quota = schedule.quotas(masks_per_block, steps, "even" if budget else kind, eps, lead) if counted else ()
     _check_window(quota, steps, p)
     return SeatParams(
         quota=quota,

@@ -38,7 +38,7 @@ def choose(canvas: Canvas, view: FrontierView, scores: Scores, params: DecodePar
     open_SW = candidate_SW & (rank_SW < cap_S[:, None])
     commit_SW = open_SW & _accepted(canvas, scores, params, rank_SW, candidate_SW)
     commit_SW = commit_SW | _rescued(commit_SW, open_SW, rank_SW, view.rescue_group_SN, params)
-    _advance(canvas, params, cap_S, candidate_SW, commit_SW)
+    _advance(canvas, params, cap_S, commit_SW)
     return commit_SW
 
 
@@ -145,8 +145,7 @@ def _least_of_group(value_SW: Tensor, group_SW: Tensor) -> Tensor:
     return least.scatter_reduce_(1, slot_SW, value_SW, "amin").gather(1, slot_SW)
 
 
-def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, candidate_SW: Tensor, commit_SW: Tensor) -> None:
-    looked_at_S = torch.minimum(cap_S, candidate_SW.sum(1))
-    left_over_S = torch.where(params.carries_S, looked_at_S - commit_SW.sum(1), 0)
+def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, commit_SW: Tensor) -> None:
+    left_over_S = torch.where(params.carries_S, cap_S - commit_SW.sum(1), 0)
     canvas.carry_S.copy_(torch.where(canvas.active_S, left_over_S.int(), canvas.carry_S))
     canvas.sched_S += canvas.active_S.int()

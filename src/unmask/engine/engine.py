@@ -32,7 +32,7 @@ def _bucket(count: int) -> int:
 
 
 class Engine:
-    """Runs answers to their end, joining and leaving at any step. Not thread-safe: `LLM` calls it under a lock.
+    """Runs answers to their end, joining and leaving at any step. Not thread-safe: threads share it in a `Stepper`.
 
     Raises:
         MethodError: the row and the weights do not fit together.
@@ -61,7 +61,11 @@ class Engine:
         self._found: dict[Answer, Prefix] = {}
         """Answers whose prompt's K/V were there when they were seated."""
         self.scheduler = Scheduler(
-            config.max_num_seqs, config.max_num_batched_tokens, rows_of=self._most_rows, reserve=self._reserve_pages
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            rows_of=self._most_rows,
+            reserve=self._reserve_pages,
+            max_refresh=2 * max_model_len,  # a guided request's two canvases
         )
         self.step_program = Step(
             model,
@@ -87,8 +91,8 @@ class Engine:
 
     # --- the queue
 
-    def add(self, answer: Answer) -> None:
-        """Queue an answer.
+    def check(self, answer: Answer) -> None:
+        """Whether an answer can ever be seated.
 
         Raises:
             RequestError: its canvas is larger than the whole pool.
@@ -99,6 +103,14 @@ class Engine:
                 f"a canvas of {answer.length} positions in {answer.num_seats} seats needs {num_pages} pages of "
                 f"{PAGE_SIZE} and the pool has {self.pool.num_pages}; ask for less or raise kv_cache_memory_bytes"
             )
+
+    def add(self, answer: Answer) -> None:
+        """Queue an answer.
+
+        Raises:
+            RequestError: as `check` does.
+        """
+        self.check(answer)
         self.scheduler.add(answer)
 
     @torch.inference_mode()

@@ -33,8 +33,8 @@ def make_pool(model: Model, config: EngineConfig, *, num_seats: int, max_model_l
     if num_pages < per_canvas:
         page = bytes_per_page(planes, num_layers)
         raise ConfigError(
-            f"a canvas of max_model_len={max_model_len} takes {per_canvas} pages of {page / 2**20:.1f} MiB and "
-            f"{num_bytes / 2**20:.0f} MiB hold {max(num_pages, 0)}; lower max_model_len or max_num_seqs, or raise "
+            f"a canvas of max_model_len={max_model_len} takes {per_canvas} pages of {page / 2**10:,.0f} KiB and "
+            f"{num_bytes / 2**10:,.0f} KiB hold {max(num_pages, 0)}; lower max_model_len or max_num_seqs, or raise "
             "kv_cache_memory_bytes or gpu_memory_utilization"
         )
     return PagePool(

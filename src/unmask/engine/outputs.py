@@ -32,7 +32,8 @@ class CompletionOutput:
     token_ids: list[int]
     """The answer up to the end of text, which is not among them, nor is any padding."""
     finish_reason: str
-    """``stop``: an end-of-text token, a stop id or a stop string; ``length``: the canvas is full."""
+    """``stop``: an end-of-text token, a stop id or a stop string; ``length``: the canvas is full; ``abort``: somebody
+    ended it before, and this is what had settled."""
     stop_reason: int | str | None = None
     """The stop string or stop id that ended it; None for end-of-text and for ``length``."""
     num_forward_passes: int = 0
@@ -124,3 +125,8 @@ class StreamChunk:
     def finished(self) -> bool:
         """Whether this is the last chunk of the request."""
         return self.output is not None
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it holds text, tokens or a canvas."""
+        return bool(self.delta or self.token_ids or self.canvas is not None)

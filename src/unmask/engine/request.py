@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unmask.config import SamplingParams
 from unmask.decoding.params import SeatParams
-from unmask.engine.outputs import CompletionOutput, StreamChunk
+from unmask.engine.outputs import CompletionOutput, RequestOutput, StreamChunk
 from unmask.engine.text import TextTracker
+from unmask.errors import EngineError
 
 
 @dataclass(eq=False)
@@ -44,6 +45,10 @@ class Answer:
         self.num_streamed += len(chunk.token_ids)
         self.chunks.append(chunk)
 
+    def take(self) -> list[StreamChunk]:
+        """The chunks that nobody has taken yet."""
+        return [self.chunks.popleft() for _ in range(len(self.chunks))]
+
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
@@ -61,3 +66,43 @@ class Answer:
     @property
     def done(self) -> bool:
         return self.output is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the engine, with all its answers."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    answers: list[Answer]
+
+    @property
+    def done(self) -> bool:
+        return all(answer.done for answer in self.answers)
+
+    def output(self) -> RequestOutput:
+        """The result.
+
+        Raises:
+            EngineError: a step that served it failed; its exception is the cause.
+        """
+        for answer in self.answers:
+            if answer.error is not None:
+                raise EngineError("the pass that served this request failed; it can be sent again") from answer.error
+        outputs = [answer.output for answer in self.answers if answer.output is not None]
+        return RequestOutput(self.request_id, self.prompt, list(self.prompt_ids), outputs)
+
+    def news(self) -> list[StreamChunk]:
+        """Chunks since the last call that say something; once it is done, the last one carries the result.
+
+        Raises:
+            EngineError: as `output` does.
+        """
+        done = self.done  # asked first: what a step adds after this, of another thread's maybe, is for the next call
+        chunks = [chunk for answer in self.answers for chunk in answer.take()]
+        if not done:
+            return [chunk for chunk in chunks if chunk.says_something]
+        output = self.output()
+        *others, last = chunks or [StreamChunk(0, "", num_passes=output.outputs[0].num_forward_passes)]
+        return [*(chunk for chunk in others if chunk.says_something), replace(last, output=output)]

@@ -17,8 +17,10 @@ class RowBudget:
     and the others are held up on average by no more than ``max_rows`` a pass.
     """
 
-    def __init__(self, max_rows: int) -> None:
-        self.max_rows = max_rows
+    def __init__(self, max_rows: int, *, max_deficit: int | None = None) -> None:
+        self.max_rows, self.max_deficit = max_rows, max_deficit
+        """``max_deficit`` bounds what is saved, in rows; the largest refresh must fit. None saves without bound, as the
+        published rule does: after long quiet times many refreshes may then run in one pass."""
         self.deficit = 0
 
     def grant(self, num_ordinary: int, costs: Sequence[int], *, blocked: bool) -> int:
@@ -38,7 +40,8 @@ class RowBudget:
         if costs and num_granted == 0 and num_ordinary == 0:
             num_granted = 1  # it costs more than the budget, but saving up for it would only leave this pass empty
         left = max(0, fresh + self.deficit - sum(costs[:num_granted]))
-        self.deficit = self._carried(left, len(costs), num_granted, blocked)
+        carried = self._carried(left, len(costs), num_granted, blocked)
+        self.deficit = carried if self.max_deficit is None else min(carried, self.max_deficit)
         return num_granted
 
     def _num_affordable(self, costs: Sequence[int], num_rows: int) -> int:
@@ -64,15 +67,22 @@ class Scheduler:
         max_seats: an answer takes one, a guided answer two.
         max_rows: rows of one pass, on average. An answer that needs more in an ordinary pass runs alone.
         rows_of: most rows that an ordinary pass of this answer can need, all its seats together.
+        max_refresh: most rows that one answer's refresh can cost; no more than that is ever saved up.
         reserve: takes the memory of this answer's whole canvas, or says False; ``seat`` and ``twin`` are set. It must
             be able to say True when nothing runs: an answer that can never be seated would be waited for for ever.
     """
 
     def __init__(
-        self, max_seats: int, max_rows: int, *, rows_of: Callable[[Answer], int], reserve: Callable[[Answer], bool]
+        self,
+        max_seats: int,
+        max_rows: int,
+        *,
+        rows_of: Callable[[Answer], int],
+        reserve: Callable[[Answer], bool],
+        max_refresh: int | None = None,
     ) -> None:
         self.max_seats, self.max_rows = max_seats, max_rows
-        self.budget = RowBudget(max_rows)
+        self.budget = RowBudget(max_rows, max_deficit=max_refresh)
         self.waiting: deque[Answer] = deque()
         self.running: list[Answer] = []
         self._rows_of, self._reserve = rows_of, reserve

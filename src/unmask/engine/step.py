@@ -150,7 +150,8 @@ class Step:
 
     def _compile(self) -> None:
         """Fuse everything but the network and the head: dozens of small kernels become a few."""
-        for owner, names in ((self, ("_plan", "_with_saved", "_again_plan", "_end")), (self.drafter, self.drafter.parts)):
+        own = ("look", "_plan", "_with_saved", "_again_plan", "_end")
+        for owner, names in ((self, own), (self.drafter, self.drafter.parts)):
             for name in names:
                 setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
 
@@ -192,18 +193,12 @@ class Step:
         scratch = self.drafter.scratch(canvas)
         per_seat = None if budgets is None else budgets.num_rows + (0 if scratch is None else scratch.pos_SX.shape[1])
         plan = pack(canvas, look.run_SN, view.see_SN, scratch, per_seat=per_seat)
-        width = int(view.candidate_SN.sum(1).max()) if budgets is None else budgets.num_scored
+        width = max(int(view.candidate_SN.sum(1).max()), 1) if budgets is None else budgets.num_scored
         slot_SC, not_scored_S = slots(view.candidate_SN, width)
         pos_SC = slot_SC.clamp(max=canvas.capacity - 1)
         source_SC = (pos_SC - self.shift).clamp(min=0)
-        row_SC = plan.row_SE.gather(1, source_SC)
-        twin_row_SC = row_SC
-        if params.needs.guided:
-            twin_row_SC = plan.row_SE[_twin_S(params)].gather(1, source_SC)
-        if self.shift:
-            kept_SC = (row_SC < 0) & (source_SC == canvas.saved_pos_S[:, None])
-            seat_S1 = torch.arange(canvas.num_seats, device=canvas.device)[:, None]
-            row_SC = torch.where(kept_SC, len(plan.token_M) + seat_S1, row_SC)
+        row_SC = self._scoring_rows(plan, source_SC, torch.arange(canvas.num_seats, device=canvas.device))
+        twin_row_SC = self._scoring_rows(plan, source_SC, _twin_S(params)) if params.needs.guided else row_SC
         return Work(
             plan=plan,
             view=view.at(slot_SC),
@@ -215,6 +210,14 @@ class Step:
             counts_M=_at_rows(look.counted_SN, plan),
             overflow_S=plan.overflow_S + not_scored_S,
         )
+
+    def _scoring_rows(self, plan: RowPlan, source_SC: Tensor, of_S: Tensor) -> Tensor:
+        """Row of each position among those of the seats ``of``, the kept ones included; -1 where there is none."""
+        row_SC = plan.row_SE[of_S].gather(1, source_SC)
+        if self.shift:
+            kept_SC = (row_SC < 0) & (source_SC == self.canvas.saved_pos_S[of_S, None])
+            row_SC = torch.where(kept_SC, len(plan.token_M) + of_S[:, None], row_SC)
+        return row_SC
 
     # --- the network, and the head
 
@@ -261,6 +264,8 @@ class Step:
         saved_SD = self.saved_SD[: canvas.num_seats]
         out_MD = torch.cat((hidden_MD, saved_SD))
         open_SN = canvas.undecided_SN()
+        if self.params.needs.guided:  # a twin keeps the row at its leader's position
+            open_SN = open_SN[canvas.leader_or_self_S()]
         first_S1 = torch.where(open_SN, canvas.pos_1N(), canvas.capacity - 1).amin(1, keepdim=True).long()
         source_S1 = (first_S1 - self.shift).clamp(min=0)
         row_S1 = work.plan.row_SE.gather(1, source_S1)
@@ -309,7 +314,8 @@ class Step:
 
     def _drafted(self, work: Work, hidden_MD: Tensor) -> Prediction:
         row_SX = work.plan.row_SE[:, self.canvas.capacity : -1]
-        pos_SX = work.plan.pos_M[row_SX.clamp(min=0)].long()
+        pos_M = torch.cat((work.plan.pos_M, work.plan.pos_M.new_zeros(1)))  # behind all rows: no row at all
+        pos_SX = pos_M[row_SX].long()
         return _prediction(self._predict(hidden_MD, row_SX.clamp(min=0), pos_SX, row_SX >= 0), pos_SX)
 
     def _again(self, scratch: Scratch, first: int, pos_SK: Tensor, ask_SK: Tensor) -> Prediction:

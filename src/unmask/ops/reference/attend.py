@@ -142,8 +142,8 @@ def tracking_mass(q_M: Tensor, k_E: Tensor, sight: Sight, counts_M: Tensor, *, s
         counts_gR = counts_M[group.row_gR]
         if group.here_gR is not None:
             counts_gR = counts_gR & group.here_gR
-        look = _softmax_mass if softmax else _raw_mass
-        mass_gK = look(q_M[group.row_gR].to(wide), k_E[group.entry_gK].to(wide), group, counts_gR)
+        q_gR, k_gK = q_M[group.row_gR].to(wide), k_E[group.entry_gK].to(wide)
+        mass_gK = _softmax_mass(q_gR, k_gK, group, counts_gR) if softmax else _raw_mass(q_gR, k_gK, counts_gR)
         swept_gK = _swept(sight, group, counts_gR)
         mass_SN[group.seat_g, : group.num_swept] = mass_gK[:, : group.num_swept].masked_fill(~swept_gK, 0)
     return mass_SN
@@ -156,11 +156,12 @@ def _swept(sight: Sight, group: Group, counts_gR: Tensor) -> Tensor:
     return swept_gK if sight.shadow_SN is None else swept_gK & ~sight.shadow_SN[group.seat_g, : group.num_swept]
 
 
-def _raw_mass(q_gR: Tensor, k_gK: Tensor, group: Group, counts_gR: Tensor) -> Tensor:  # noqa: ARG001
+def _raw_mass(q_gR: Tensor, k_gK: Tensor, counts_gR: Tensor) -> Tensor:
     num_heads, num_kv_heads = q_gR.shape[2], k_gK.shape[2]
     summed_gH = (q_gR * counts_gR[:, :, None, None]).sum(1)
     summed_gHkv = summed_gH.unflatten(1, (num_kv_heads, -1)).sum(2) / num_heads
-    return (k_gK * summed_gHkv[:, None]).sum((2, 3))
+    mass_gK: Tensor = (k_gK * summed_gHkv[:, None]).sum((2, 3))
+    return mass_gK
 
 
 def _softmax_mass(q_gR: Tensor, k_gK: Tensor, group: Group, counts_gR: Tensor) -> Tensor:

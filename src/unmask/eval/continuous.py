@@ -1,0 +1,269 @@
+"""Continuous batching under a made-up load: requests of all kinds arrive, wait, run and are cancelled at any step, and
+every answer that came out is compared with the same request alone.
+
+Networks of random weights in float64: two runs of one request agree to the last decision unless the engine mixes requests
+up, reads what it should not, or forgets something between steps.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unmask.cache.pool import bytes_per_page, kv_planes, num_pages_for
+from unmask.config import SamplingParams
+from unmask.engine.axes import Axes
+from unmask.engine.llm import LLM
+from unmask.engine.outputs import CompletionOutput
+from unmask.engine.request import Answer
+from unmask.methods import METHODS
+from unmask.models.config import ModelConfig
+from unmask.models.transformer import Transformer
+
+VOCAB, MASK = 96, 95
+NUM_PAGES = 32  # of 16 positions: three of the longest canvases and a half, or about eight ordinary ones
+NETWORKS: dict[str, dict[str, Any]] = {
+    "llada": {"num_kv_heads": 4, "logit_shift": 0},
+    "llada-gqa": {"num_kv_heads": 2, "logit_shift": 0},
+    "dream": {"num_kv_heads": 2, "logit_shift": 1, "family": "dream", "qkv_bias": True},
+}
+SERVED: tuple[tuple[str, str], ...] = (
+    ("confidence", "llada"),
+    ("window", "llada-gqa"),
+    ("dream", "dream"),
+    ("fast-dllm-prefix", "llada"),
+    ("fast-dllm-prefix", "dream"),
+    ("fast-dllm-dual", "llada-gqa"),
+    ("fast-dllm-dual", "dream"),
+    ("flash-cache", "llada"),
+    ("flash-cache", "dream"),
+    ("flash-verify", "llada-gqa"),
+    ("flash-verify-reference", "llada"),
+    ("flash-verify-uncached", "llada"),
+    ("d2f", "llada"),
+    ("d2f", "dream"),
+    ("d2f-uncached", "llada-gqa"),
+)
+"""Methods, and the network each is served with."""
+
+
+def network(name: str, seed: int = 0) -> Transformer:
+    """A small network of random weights, sharp enough that thresholds are met now and then."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "head_dim": 12}
+    facts: dict[str, Any] = {
+        "family": "llada",
+        "intermediate_size": 96,
+        "rope_theta": 10000.0,
+        "norm_eps": 1e-6,
+        "qkv_bias": False,
+        "tie_embeddings": False,
+        "max_positions": 256,
+        "mask_token_id": MASK,
+        "eos_token_ids": (94,),
+        "pad_token_id": 94,
+        "bos_token_id": None,
+    }
+    model = Transformer(ModelConfig(**sizes | facts | NETWORKS[name]), dtype=torch.float64)
+    model.init_weights(std=0.35, generator=torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of the load."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrives: int
+    """Engine step from which on it is queued."""
+    cancelled: int | None
+    """Steps after its arrival at which its caller leaves, if it is still there; None: stays."""
+
+
+def load(method: str, count: int, seed: int) -> list[Asked]:
+    """Requests of mixed lengths, rules and patience. Some share a prompt, as chats with one system prompt do."""
+    r = random.Random(f"{method} {seed}")
+    shared = [_prompt(r) for _ in range(3)]
+    out, now = [], 0
+    for number in range(count):
+        now += r.choice((0, 0, 0, 1, 2, 5))
+        prompt = r.choice(shared) if r.random() < 0.25 else _prompt(r)
+        cancelled = r.randrange(12) if r.random() < 0.15 else None
+        out.append(Asked(prompt, SamplingParams(seed=number, trajectory=True, **_said(method, r)), now, cancelled))
+    return out
+
+
+def _prompt(r: random.Random) -> list[int]:
+    return [r.randrange(94) for _ in range(r.choice((1, 3, r.randint(1, 80), r.randint(1, 40))))]
+
+
+def _said(method: str, r: random.Random) -> dict[str, Any]:
+    """Everything that a request of this method may say, at random."""
+    row = METHODS[method]
+    said: dict[str, Any] = {"max_tokens": r.choice((1, 7, r.randint(1, 64), r.randint(8, 32)))}
+    said |= r.choice(({"threshold": r.choice((0.2, 0.5, 0.9))}, {"factor": 1.0}, {"threshold": 0.3}))
+    if r.random() < 0.25:
+        said |= {"temperature": 0.8, "top_p": 0.9}
+    if r.random() < 0.5:
+        said |= {"stop_token_ids": (r.randrange(94),), "ignore_eos": r.random() < 0.5}
+    if row.drafter == "none" and r.random() < 0.2:
+        said["cfg_scale"] = 0.7
+    choices: dict[str, Sequence[Any]] = {
+        "block_length": (0, 4, 7, 16),
+        "decode_window": (3, 8, 16),
+        "refresh_interval": (1, 3, 5),
+        "refresh_window": (4, 12, 64),
+        "track": (0, 3, 16, 64),
+        "search": (1, 4, 8),
+        "gamma": (0.0, 0.2, 0.8),
+        "accept": ("agreement", "product"),
+        "isolation": ("strict", "reference"),
+        "tau_add": (0.0, 0.1, 0.7),
+        "tau_act": (0.3, 0.95, 1.0),
+        "pipeline_depth": (1, 2, 4),
+        "early_stop": (True, False),
+    }
+    return said | {name: r.choice(values) for name, values in choices.items() if name in row.reads and r.random() < 0.6}
+
+
+def engine(method: str, network_name: str, seats: int, **more: Any) -> LLM:
+    """An engine that serves a method's load."""
+    settings = {"tokenizer": None, "device": "cpu", "max_num_seqs": seats, "allow_attention_mismatch": True}
+    return LLM(network(network_name), method=method, **settings | more)
+
+
+def _pool_bytes(method: str, network_name: str, seats: int) -> int:
+    """Memory of `NUM_PAGES`, the trash page, and the seats' scratch entries."""
+    model = network(network_name)
+    num_scratch = Axes.of(METHODS[method], model.config).drafter.num_scratch
+    num_pages = NUM_PAGES + 1 + num_pages_for(seats * num_scratch)
+    return num_pages * bytes_per_page(kv_planes(model.config, torch.float64), model.config.num_layers)
+
+
+def answers(llm: LLM, asked: Asked) -> list[Answer]:
+    """A request as the engine takes it."""
+    return llm.prompts.request({"prompt_token_ids": asked.prompt}, asked.params).answers
+
+
+def together(llm: LLM, requests: Sequence[Asked]) -> Iterator[tuple[int, CompletionOutput | None]]:
+    """Outcome of every request: its answer, None where its caller left before."""
+    waiting = list(enumerate(requests))
+    inside: dict[int, Answer] = {}
+    step = 0
+    while waiting or inside:
+        while waiting and waiting[0][1].arrives <= step:
+            number, asked = waiting.pop(0)
+            (inside[number],) = answers(llm, asked)
+            llm.engine.add(inside[number])
+        for number, answer in list(inside.items()):
+            asked = requests[number]
+            if asked.cancelled is not None and step >= asked.arrives + asked.cancelled:
+                llm.engine.abort(answer)
+                yield number, inside.pop(number).output
+        llm.engine.step()
+        for number, answer in list(inside.items()):
+            if answer.error is not None:
+                raise answer.error
+            if answer.output is not None:
+                yield number, inside.pop(number).output
+        step += 1
+
+
+def alone(llm: LLM, asked: Asked) -> CompletionOutput:
+    """The same request with nobody beside it."""
+    return llm.generate({"prompt_token_ids": asked.prompt}, asked.params)[0].outputs[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a load showed."""
+
+    method: str
+    network: str
+    num_requests: int
+    num_cancelled: int
+    num_passes: int
+    num_waits: int
+    """Times that a seat stood still because its refresh waited for rows."""
+    most_seats: int
+    """Seats taken at the same time."""
+    different: list[int]
+    """Requests whose answer is not the one they get alone."""
+    lost_pages: int
+    """Pages that nobody gave back."""
+
+
+def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8) -> Outcome:
+    """Run a load, then each of its requests alone. A small row budget makes refreshes wait, a small pool admissions."""
+    llm = engine(
+        method, network_name, seats, max_num_batched_tokens=192, kv_cache_memory_bytes=_pool_bytes(method, network_name, seats)
+    )
+    counts = {"waits": 0, "most": 0}
+    who_waits = llm.engine._who_waits
+
+    def counted(look: Any) -> list[Answer]:
+        waits = who_waits(look)
+        counts["waits"] += len(waits)
+        counts["most"] = max(counts["most"], sum(len(each.seats) for each in llm.engine.scheduler.running))
+        return waits
+
+    llm.engine._who_waits = counted  # type: ignore[method-assign]
+    requests = load(method, count, seed)
+    outcomes = dict(together(llm, requests))
+    solo = engine(method, network_name, 2, enable_prefix_caching=False)
+    different = [
+        number
+        for number, out in outcomes.items()
+        if out is not None and _facts(out) != _facts(alone(solo, requests[number]))
+    ]
+    kept = llm.engine.prefixes.num_pages if llm.engine.prefixes is not None else 0
+    return Outcome(
+        method=method,
+        network=network_name,
+        num_requests=count,
+        num_cancelled=sum(out is None for out in outcomes.values()),
+        num_passes=llm.engine.stats.num_passes,
+        num_waits=counts["waits"],
+        most_seats=counts["most"],
+        different=different,
+        lost_pages=llm.engine.pool.num_used - kept,
+    )
+
+
+WATCHED = ("cache", "core", "decoding", "engine")
+"""Parts of the package that a load tests: a result is as old as the last change of their code."""
+
+
+def source_digest(package: Path | None = None) -> str:
+    """A digest of the code under `WATCHED`; comments, docstrings and layout do not count."""
+    root = package or Path(__file__).parents[1]
+    found = hashlib.sha256()
+    for path in sorted(path for part in WATCHED for path in (root / part).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):  # texts that stand alone are docstrings
+                node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
+        found.update(f"{path.relative_to(root).as_posix()}\n{ast.dump(tree)}\n".encode())
+    return found.hexdigest()
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _facts(out: CompletionOutput) -> tuple[Any, ...]:
+    """All that may not depend on company. Rows may: a prompt whose K/V are there already does not run again. So may the
+    last bits of a probability."""
+    plain = dataclasses.asdict(out)
+    del plain["num_rows"]
+    plain["trajectory"] = [(e["position"], e["token_id"], e["num_pass"]) for e in plain["trajectory"]]
+    return tuple(plain.items())
