@@ -17,13 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from unmask.cli._engine import Engine, Prompt, as_user, end_ids, has_chat_template, load_llm
-from unmask.cli.view import picture
+from unmask.cli.view import PLAIN, Marks, Moment, picture
 from unmask.config import SamplingParams
-from unmask.engine.outputs import StreamChunk
 
 WIDTH = 84
 MOMENTS = ("early", "half-way", "done")
-Moment = tuple[StreamChunk, int]
 
 SVG = """\
 <svg class="canvas" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -45,25 +43,28 @@ SVG = """\
 
 
 def follow(llm: Engine, prompt: Prompt, params: SamplingParams) -> list[Moment]:
-    """Every step of the canvas, each with the passes of the step before."""
-    chunks = [chunk for chunk in llm.stream(prompt, params, canvas=True) if chunk.canvas is not None]
-    return list(zip(chunks, [0, *(chunk.num_passes for chunk in chunks)]))
+    """Every step of the canvas."""
+    moments: list[Moment] = []
+    for chunk in llm.stream(prompt, params, canvas=True):
+        if chunk.canvas is not None:
+            moments.append(Moment(chunk, moments[-1].last_step if moments else 0))
+    return moments
 
 
 def pick(steps: Sequence[Moment]) -> list[Moment]:
     """A fifth of the way, half-way, and the end, which shows nothing as new."""
-    last = steps[-1][0]
-    return [steps[len(steps) // 5], steps[len(steps) // 2], (last, last.num_passes)]
+    last = steps[-1]
+    return [steps[len(steps) // 5], steps[len(steps) // 2], Moment(last.chunk, last.last_step)]
 
 
-def draw(moments: Sequence[Moment], prompt: str, ends: frozenset[int]) -> str:
+def draw(moments: Sequence[Moment], prompt: str, ends: frozenset[int], marks: Marks = PLAIN) -> str:
     """The moments as one SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(prompt, "bold"))
     for name, moment in zip(MOMENTS, moments):
         console.print()
         console.print(Text(name, "#7f8fa6"))
-        console.print(picture([moment], ends))
+        console.print(picture([moment], ends, marks=marks))
     return console.export_svg(title="", code_format=SVG, unique_id="unmask")
 
 
@@ -81,7 +82,8 @@ def main() -> None:
     llm = load_llm({"model": args.model, "method": args.method, "device": "cpu", "dtype": "float32"})
     steps = follow(llm, {"messages": as_user(prompt)} if has_chat_template(llm) else prompt, params)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(draw(pick(steps), prompt, end_ids(llm, params)), encoding="utf-8")
+    drawing = draw(pick(steps), prompt, end_ids(llm, params), Marks.of(llm.method))
+    args.out.write_text(drawing, encoding="utf-8")
 
 
 def problem(seed: int) -> str:

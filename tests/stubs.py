@@ -52,7 +52,7 @@ def _sees(ctx: PagedContext) -> list[list[tuple[int, int]]]:
     """For every row the (position, pool entry) pairs that it sees: its sweep without shadows, and its live entries."""
     sight, plan = ctx.sight, ctx.plan
     entries = sight.entries().tolist()
-    position = {entry: pos for entry, pos in zip(ctx.write_M.tolist(), plan.pos_M.tolist())}
+    position = dict(zip(ctx.write_M.tolist(), plan.pos_M.tolist()))
     out = []
     for row, (seat, see) in enumerate(zip(plan.seat_M.tolist(), plan.see_M.tolist())):
         shadow = sight.shadow_SN[seat].tolist() if sight.shadow_SN is not None else [False] * see

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 from unmask.engine.outputs import CanvasCell, CompletionOutput, RequestOutput, StreamChunk
+from unmask.methods import METHODS
 
 END_ID = 9
 UNDECIDED = CanvasCell(None, "", None, None)
@@ -23,9 +24,10 @@ def final_cells():
 
 
 class FakeLLM:
-    def __init__(self, template=True, delay=0.0, interrupt_after=None, error=None):
+    def __init__(self, template=True, delay=0.0, interrupt_after=None, error=None, method="confidence"):
         self.tokenizer = SimpleNamespace(has_chat_template=template)
         self.model = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(END_ID,)))
+        self.method = METHODS[method]
         self.delay, self.interrupt_after, self.error = delay, interrupt_after, error
         self.calls = []
         self.closed = 0

@@ -79,6 +79,13 @@ def test_the_canvas_is_drawn_on_a_terminal(conversation):
     assert roles(conversation.history) == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize(("method", "legend"), [("flash-verify", True), ("vanilla", False)])
+def test_the_canvas_has_the_legend_of_the_method(conversation, method, legend):
+    conversation.llm = FakeLLM(method=method, delay=0.06)
+    talk(conversation, iter(["one"]))
+    assert ("not recomputed" in written(conversation)) is legend
+
+
 def test_without_the_canvas_the_settled_text_comes(conversation):
     conversation.show_canvas = False
     talk(conversation, iter(["one"]))

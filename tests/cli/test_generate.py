@@ -143,6 +143,31 @@ def test_the_whole_way_with_a_real_engine(unmask):
     assert "tokenizer" in result.stderr  # loaded, and honest about what it lacks
 
 
+def test_a_method_that_does_not_suit_the_weights_needs_a_flag(unmask):
+    question = "Ann has 3 pens and buys 4 more. How many pens does she have?"
+    command = ["generate", question, "--method", "d2f", "--max-tokens", "8", "--device", "cpu", "-q"]
+    refused = unmask(*command)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: method 'd2f' has block-causal attention")
+    assert refused.stderr.endswith("--allow-attention-mismatch\n")
+    assert refused.stderr.count("\n") == 1
+    allowed = unmask(*command, "--allow-attention-mismatch")
+    assert (allowed.exit_code, allowed.stderr) == (0, "")
+    assert allowed.stdout.strip()
+
+
+def test_a_pool_that_is_too_small_is_told(unmask):
+    result = unmask("generate", "x", "--device", "cpu", "--kv-cache-memory-bytes", "1000000")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "raise kv_cache_memory_bytes" in result.stderr
+
+
+def test_an_option_that_the_method_does_not_read_is_told(unmask):
+    result = unmask("generate", "x", "--device", "cpu", "--method", "confidence", "--gamma", "0.5")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: method 'confidence' does not read gamma; methods that do: flash-verify")
+
+
 def test_an_error_of_the_engine_is_one_line(unmask, llm):
     llm.error = RequestError("too long:\nby 3")
     result = unmask("generate", "a", "--json")
@@ -169,6 +194,15 @@ def test_live_prompts_come_one_after_another(capsys):
     assert drawn.count("Done") >= 4
     assert drawn.index("first") < drawn.index("second")
     assert drawn.count("16 tokens · 8 passes · 2.00 tokens per pass") >= 2
+
+
+@pytest.mark.parametrize(("method", "legend"), [("d2f", True), ("flash-cache", True), ("confidence", False)])
+def test_the_legend_is_there_for_methods_that_need_it(method, legend, capsys):
+    console = Console(file=sys.stdout, force_terminal=True, width=80, _environ={})
+    animate(Job(FakeLLM(method=method), SamplingParams(), False, False, None), ["first"], console, 0.01)
+    drawn = capsys.readouterr().out
+    assert ("recomputed" in drawn) is legend
+    assert ("sealing" in drawn) is (method == "d2f")
 
 
 def test_stop_ids_end_the_picture_unless_eos_is_ignored():

@@ -79,6 +79,24 @@ def test_every_engine_field_is_an_option(field, unmask, llm):
     assert EngineConfig(**{field.name: value}) != EngineConfig()
 
 
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_chat_has_the_engine_options_too(field, unmask, llm):
+    words, value = ENGINE_WORDS[field.name]
+    assert unmask("chat", option_name(field), *words, stdin=b"hi\n").exit_code == 0
+    assert llm.options[field.name] == value
+    assert unmask("chat", stdin=b"hi\n").exit_code == 0
+    assert field.name not in llm.options
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_engine_options_have_a_panel_of_their_own(verb, unmask):
+    text = unmask(verb, "--help", COLUMNS="120").stdout
+    panels = {panel.split(" ─")[0].split("─ ")[-1]: panel for panel in text.split("╭")[1:]}
+    options = {option_name(field) for field in dataclasses.fields(EngineConfig)}
+    assert {option for option in options if option in panels["Engine"]} == options
+    assert not {option for option in options if f"{option} " in panels["Options"] + panels["Sampling"]}
+
+
 @pytest.mark.parametrize("name", ["early_stop", "strict_threshold"])
 @pytest.mark.parametrize(("prefix", "value"), [(["--"], True), (["--no-"], False), ([], None)])
 def test_a_switch_that_is_open_can_be_put_on_and_off(name, prefix, value, unmask, llm):

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from unmask.cli import catalog, doctor, system
+from unmask.cli import catalog, doctor, models, system
 from unmask.cli.catalog import DREAM, LAYOUT_ONLY, LLADA, PUBLISHED, TESTED, known_models
 from unmask.methods import METHODS
 
@@ -60,6 +61,16 @@ def test_methods_as_json_and_as_a_table(unmask):
     lines = unmask("methods").stdout.splitlines()
     assert all(any(line.startswith(f" {name} ") for line in lines) for name in METHODS)
     assert all(any(row["axes"].split(" / ")[1] in line for line in lines) for row in rows)
+
+
+def test_methods_keep_their_names_on_a_narrow_terminal(unmask, monkeypatch):
+    monkeypatch.setattr(models, "wide_console", lambda: Console(width=80))
+    table = unmask("methods").stdout
+    assert all(re.search(f"^ {name} ", table, re.M) for name in METHODS)
+    assert "…" not in table
+    assert set(re.findall(r"\d{4}\.\d{5}", table)) == {row.paper.split()[-1] for row in METHODS.values()}
+    assert "strict_threshold=True" in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from decoding.helpers import Request, engine, facts, generate
 from oracles.golden import tiny_model
 from stubs import Stub, View
 from unmask import LLM, SamplingParams
-from unmask.ops import Sight
 from unmask.models.transformer import Transformer
+from unmask.ops import Sight
 
 SHARED: list[dict[str, Any]] = [
     {"steps": 6, "max_tokens": 12, "block_length": 4},

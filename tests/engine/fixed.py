@@ -77,7 +77,7 @@ def make_step(
 ) -> Step:
     """A step with the cases in seats 0, 1, ...; further seats stay empty."""
     seats = seats or len(cases) + sum(each.params.guidance > 0 for each in cases)
-    device, dtype = model.head.device, model.head.dtype
+    device = model.head.device
     capacity = max(each.size for each in cases)
     num_blocks = 2 + max(each.length // max(each.block_length, 1) for each in cases) + 1
     mask = model.config.mask_token_id

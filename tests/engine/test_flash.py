@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.flash import SETTINGS, FlashCase, FlashRun, decode
 from engine.test_step import GOLDEN
+from oracles.flash import SETTINGS, FlashCase, FlashRun, decode
 from unmask import LLM, SamplingParams
 from unmask.core.canvas import Canvas
 from unmask.decoding.drafter import Prediction, Scratch, Search, TwoPass

@@ -37,9 +37,7 @@ def method(name: str, **changes: Any) -> Method:
 def serve(
     model: str, row: Method, requests: Sequence[tuple[Sequence[int], SamplingParams]], seats: int = 3
 ) -> list[CompletionOutput]:
-    llm = LLM(
-        model=tiny_model(model), method=row, tokenizer=None, max_num_seqs=seats, allow_attention_mismatch=True
-    )
+    llm = LLM(model=tiny_model(model), method=row, tokenizer=None, max_num_seqs=seats, allow_attention_mismatch=True)
     prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in requests]
     return [each.outputs[0] for each in llm.generate(prompts, [params for _, params in requests])]
 
@@ -60,7 +58,11 @@ def fast_dllm(model: str, cache: str) -> list[dict[str, Any]]:
     if model != "tiny-dream":
         return [each for each in load("fast_dllm_llada", model) if each["cache"] == cache]
     cases = [each for each in load("fast_dllm_dream", model) if each["cache"] == cache]
-    rows = [dict(zip(("prompt_ids", "output_ids", "steps"), r)) for c in cases for r in zip(c["prompt_ids"], c["output_ids"], c["steps"])]
+    rows = [
+        dict(zip(("prompt_ids", "output_ids", "steps"), r))
+        for c in cases
+        for r in zip(c["prompt_ids"], c["output_ids"], c["steps"])
+    ]
     return [{**each, **row} for each, row in zip(cases, rows, strict=True)]
 
 
@@ -71,9 +73,7 @@ def asked(each: dict[str, Any]) -> SamplingParams:
     if s.get("alg") == "entropy":
         said["alg"] = "entropy"
     length = s.get("gen_length") or s["max_new_tokens"]
-    return SamplingParams(
-        max_tokens=length, block_length=s["block_length"], ignore_eos=True, trajectory=True, **said
-    )
+    return SamplingParams(max_tokens=length, block_length=s["block_length"], ignore_eos=True, trajectory=True, **said)
 
 
 def check_fast_dllm(got: CompletionOutput, want: dict[str, Any]) -> None:
@@ -159,6 +159,4 @@ def test_a_threshold_that_may_be_met_exactly_is_noticed() -> None:
     golden = load("d2f_llada", "tiny-llada")
     requests = [(prompt, params.replace(threshold=0.3)) for prompt, params in map(d2f, golden)]
     got = serve("tiny-llada", method("d2f"), requests)
-    with pytest.raises(AssertionError):
-        for out, want in zip(got, golden):
-            check_d2f(out, want)
+    assert [out.token_ids for out in got] != [each["output_ids"] for each in golden]

@@ -78,7 +78,9 @@ def test_freedave_dual_in_one_batch(fixed: bool) -> None:
         params = SamplingParams(max_tokens=s["gen_length"], block_length=s["block_length"], steps=s["gen_length"])
         cases.append(case(each["prompt_ids"], params, quota=(1,) * s["gen_length"]))
     drafter = Nested(num_drafts=3, block_width=max(each.block_length for each in cases))
-    for got, want in zip(run(make_step(tiny("tiny-llada"), cases, policy=Dual(), drafter=drafter, fixed=fixed), cases), golden):
+    for got, want in zip(
+        run(make_step(tiny("tiny-llada"), cases, policy=Dual(), drafter=drafter, fixed=fixed), cases), golden
+    ):
         assert got.token_ids == want["output_ids"] == want["static_output_ids"], want["id"]
         assert got.num_passes == want["nfe"] < want["static_nfe"], want["id"]
 

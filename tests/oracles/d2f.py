@@ -487,6 +487,11 @@ SETTINGS = [
         block_length=7, tau_act=0.9, early_stop=False,
     ),
     _case(
+        "reference-ends-with-its-blocks", _GQA, (13, 10), 29, (14,), "middle",
+        [{"early_stop": True}, {"tau_add": 0.1}],
+        block_length=6, tau_add=1.0, tau_act=0.9, threshold=0.7, early_stop=False,
+    ),
+    _case(
         "depth-1", _MHA, (15, 1), 26, _UNUSED, "never",
         [{"depth": None}, {"depth": 2}, {"threshold": 0.9}],
         block_length=6, tau_act=0.5, threshold=0.7, depth=1,

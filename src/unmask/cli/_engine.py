@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Console
 
 from unmask.errors import ConfigError
-from unmask.methods import method_named
+from unmask.methods import Method, method_named
 
 if TYPE_CHECKING:
     from unmask.config import SamplingParams
@@ -24,6 +24,7 @@ class Engine(Protocol):
 
     tokenizer: Any
     model: Any
+    method: Method
 
     def generate(self, prompts: list[str], params: SamplingParams, /) -> list[RequestOutput]: ...
     def chat(self, messages: list[list[Message]], params: SamplingParams, /) -> list[RequestOutput]: ...

@@ -28,7 +28,7 @@ from unmask.cli.options import (
     make_params,
     with_options,
 )
-from unmask.cli.view import summary
+from unmask.cli.view import Marks, summary
 from unmask.config import EngineConfig, SamplingParams
 from unmask.errors import UnmaskError
 
@@ -79,13 +79,14 @@ class Conversation:
         stream = self.llm.stream({"messages": messages}, self.params, canvas=animated)
         if not animated:
             return follow(stream, self.console)
-        output = watch(stream, self.console, _engine.end_ids(self.llm, self.params))
+        end_ids = _engine.end_ids(self.llm, self.params)
+        output = watch(stream, self.console, end_ids, marks=Marks.of(self.llm.method))
         say(self.console, output.outputs[0].text)
         return output
 
 
 @with_options(SamplingParams, into="sampling", panel="Sampling", skip=("n", "trajectory"))
-@with_options(EngineConfig, into="engine", panel="Engine", skip=("max_num_seqs",))
+@with_options(EngineConfig, into="engine", panel="Engine")
 def chat(
     model: ModelOption = None,
     method: MethodOption = None,

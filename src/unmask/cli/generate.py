@@ -27,7 +27,7 @@ from unmask.cli.options import (
     make_params,
     with_options,
 )
-from unmask.cli.view import shorten, summary
+from unmask.cli.view import Marks, shorten, summary
 from unmask.config import EngineConfig, SamplingParams
 from unmask.errors import ConfigError
 
@@ -134,12 +134,13 @@ def print_plain(job: Job, texts: list[str], console: Console, quiet: bool) -> No
 
 def animate(job: Job, texts: list[str], console: Console, pace: float) -> None:
     """The prompts one after another, each live, its text left on the screen."""
-    end_ids = _engine.end_ids(job.llm, job.params)
+    end_ids, marks = _engine.end_ids(job.llm, job.params), Marks.of(job.llm.method)
     for text in texts:
         if len(texts) > 1:
             console.print(shorten(text, console.width), style="dim", markup=False, highlight=False)
         started = time.perf_counter()
-        output = watch(job.llm.stream(job.prompt(text), job.params, canvas=True), console, end_ids, pace)
+        stream = job.llm.stream(job.prompt(text), job.params, canvas=True)
+        output = watch(stream, console, end_ids, pace, marks)
         print_answers(output, console)
         print_summary([output], time.perf_counter() - started, console)
 

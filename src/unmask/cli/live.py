@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from unmask.cli.view import picture, printable
+from unmask.cli.view import PLAIN, Marks, Moment, picture, printable
 from unmask.errors import EngineError
 
 if TYPE_CHECKING:
@@ -28,17 +28,16 @@ def can_animate(console: Console) -> bool:
 class Watched:
     """The state of a view: the newest chunk of each answer. Drawn anew at every refresh, so the clock runs."""
 
-    def __init__(self, console: Console, end_ids: frozenset[int]) -> None:
-        self.console = console
-        self.end_ids = end_ids
+    def __init__(self, console: Console, end_ids: frozenset[int], marks: Marks) -> None:
+        self.console, self.end_ids, self.marks = console, end_ids, marks
         self.started = time.perf_counter()
-        self.latest: dict[int, tuple[StreamChunk, int]] = {}  # with the passes that were seen before it
+        self.latest: dict[int, Moment] = {}
 
     def take(self, chunk: StreamChunk) -> None:
         if chunk.canvas is None:
             return
         before = self.latest.get(chunk.index)
-        self.latest[chunk.index] = (chunk, before[0].num_passes if before else 0)
+        self.latest[chunk.index] = Moment(chunk, before.last_step if before else 0)
 
     @property
     def seconds(self) -> float:
@@ -46,7 +45,7 @@ class Watched:
 
     def __rich__(self) -> RenderableType:
         latest = [self.latest[i] for i in sorted(self.latest)]
-        return picture(latest, self.end_ids, self.seconds, self.console.size.height)
+        return picture(latest, self.end_ids, self.seconds, self.console.size.height, self.marks)
 
 
 @contextmanager
@@ -61,14 +60,18 @@ def closed_after(stream: Iterable[StreamChunk]) -> Generator[Iterable[StreamChun
 
 
 def watch(
-    stream: Iterable[StreamChunk], console: Console, end_ids: frozenset[int] = frozenset(), pace: float = 0.0
+    stream: Iterable[StreamChunk],
+    console: Console,
+    end_ids: frozenset[int] = frozenset(),
+    pace: float = 0.0,
+    marks: Marks = PLAIN,
 ) -> RequestOutput:
     """Draws the canvas until the request is done, then wipes the drawing and returns the result.
 
     Args:
         pace: seconds that a frame stays at least.
     """
-    view = Watched(console, end_ids)
+    view = Watched(console, end_ids, marks)
     live = Live(view, console=console, refresh_per_second=FRAMES_PER_SECOND, transient=True)
     output = None
     with closed_after(stream) as chunks, live:

@@ -15,6 +15,8 @@ from unmask.methods import METHODS, Method
 
 DTYPE = "bfloat16"
 PIPE_WIDTH = 200
+ROOMY = 100  # columns from which the table of methods finds its own widths
+LONGEST_AXIS = len("strict_threshold=True")
 SHORT = {TESTED: "yes", LAYOUT_ONLY: "layout only", NOT_HERE: "not here"}
 LEGEND = f"""\
 Weights in {DTYPE}. Memory is the weights with keys and values of a {CANVAS}-token canvas; leave room above it.
@@ -73,10 +75,14 @@ def methods(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("method", "what it does", "axes", "paper", box=box.SIMPLE, pad_edge=False)
-    for row in rows:
-        table.add_row(*row.values())
     console = wide_console()
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it does")
+    table.add_column("axes", width=LONGEST_AXIS if console.width < ROOMY else None)
+    table.add_column("arXiv", no_wrap=True)
+    for row in rows:
+        table.add_row(row["name"], row["title"], row["axes"], row["paper"].removeprefix("arXiv "))
     console.print(table)
     console.print("Axes: where tokens are decided / what is recomputed / what is tried ahead / sampling", style="dim")
 

@@ -1,7 +1,7 @@
 """A forward pass is a list of rows: which tokens, at which positions, written where, seeing what.
 
-S seats, N canvas positions, X scratch columns, E = N + X + 1 columns of a seat, M rows, Q rows a seat in a pass of fixed
-shape, J live columns, W slots
+S seats, N canvas positions, X scratch columns, E = N + X + 1 columns of a seat, M rows, Q rows a seat in a pass of
+fixed shape, J live columns, W slots
 
 A seat's *columns* are its canvas positions, then the scratch columns that a drafter brings, then one for padding, which
 is written and never read. A row runs for a column and writes that column's K/V.
@@ -92,21 +92,19 @@ def pack(
 ) -> RowPlan:
     """The pass that runs the canvas positions ``run`` bool [S, N] and the scratch columns.
 
-    Canvas rows see [0, see) of ``see`` [S, N], scratch rows the whole canvas. Without ``per_seat`` there are as many rows
-    as are wanted, which waits for the device; with it every seat has that many, some of them padding.
+    Canvas rows see [0, see) of ``see`` [S, N], scratch rows the whole canvas. Without ``per_seat`` there are as many
+    rows as are wanted, which waits for the device; with it every seat has that many, some of them padding.
     """
     padding_S1 = torch.zeros_like(run_SN[:, :1])
     wanted_SE = torch.cat((run_SN, padding_S1) if scratch is None else (run_SN, scratch.valid_SX, padding_S1), 1)
-    place_SE = wanted_SE.cumsum(1)
-    num_wanted_S = place_SE[:, -1]
+    num_wanted_S = wanted_SE.sum(1)
     if per_seat is None:
         seat_M, column_M = wanted_SE.nonzero(as_tuple=True)
-        start_S, num_rows_S = num_wanted_S.cumsum(0) - num_wanted_S, num_wanted_S
+        num_rows_S = num_wanted_S
     else:
         column_SQ, _ = slots(wanted_SE[:, :-1], per_seat)
-        column_M, seat_S = column_SQ.flatten(), torch.arange(len(run_SN), device=run_SN.device)
-        seat_M, start_S, num_rows_S = seat_S.repeat_interleave(per_seat), seat_S * per_seat, num_wanted_S.clamp(max=per_seat)
-        wanted_SE = wanted_SE & (place_SE <= per_seat)
+        seat_M = torch.arange(len(run_SN), device=run_SN.device).repeat_interleave(per_seat)
+        column_M, num_rows_S = column_SQ.flatten(), num_wanted_S.clamp(max=per_seat)
     token_SE, pos_SE, see_SE = _columns(canvas, see_SN, scratch)
     see_M = see_SE[seat_M, column_M]
     return RowPlan(
@@ -116,12 +114,20 @@ def pack(
         column_M=column_M,
         see_M=see_M,
         num_rows_S=num_rows_S,
-        row_SE=torch.where(wanted_SE, start_S[:, None] + place_SE - 1, -1),
+        row_SE=_row_of(wanted_SE, seat_M, column_M),
         overflow_S=num_wanted_S - num_rows_S,
         num_keys=canvas.capacity if per_seat is not None else int(see_M.max()) if len(see_M) else 0,
         per_seat=per_seat,
         live=None if scratch is None else _live(canvas, scratch, seat_M, column_M),
     )
+
+
+def _row_of(wanted_SE: Tensor, seat_M: Tensor, column_M: Tensor) -> Tensor:
+    """Row of each column; -1 where it has none. What padding rows scatter goes to the last column."""
+    num_seats, num_columns = wanted_SE.shape
+    row_E = torch.full((num_seats * num_columns,), -1, dtype=torch.int64, device=wanted_SE.device)
+    row_E.scatter_(0, seat_M * num_columns + column_M, torch.arange(len(seat_M), device=wanted_SE.device))
+    return torch.where(wanted_SE, row_E.view(num_seats, num_columns), -1)
 
 
 def _columns(canvas: Canvas, see_SN: Tensor, scratch: Scratch | None) -> tuple[Tensor, Tensor, Tensor]:

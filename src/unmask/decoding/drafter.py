@@ -38,13 +38,16 @@ class Prediction:
 
 
 class Turn(Protocol):
-    """A pass that has run, as a drafter sees it."""
+    """A pass that has run, as a drafter sees it. The columns of ``view`` are those of ``scores``."""
 
-    canvas: Canvas
-    params: DecodeParams
-    view: FrontierView
-    """Its columns are those of `scores`."""
-    scores: Scores
+    @property
+    def canvas(self) -> Canvas: ...
+    @property
+    def params(self) -> DecodeParams: ...
+    @property
+    def view(self) -> FrontierView: ...
+    @property
+    def scores(self) -> Scores: ...
 
     def drafted(self) -> Prediction:
         """Predictions of this pass's scratch rows, all X of them."""
@@ -193,7 +196,9 @@ class Nested(Drafter):
         """Drafts that stand, the rule on the last view that does, and the next drafts; how many were accepted."""
         pos_SW, there_SW = scores.pos_SW, scores.scored_SN & view.candidate_SN
         open_SN, token_SN, prob_SN = on_canvas(canvas, pos_SW, there_SW, scores.token_SN, scores.prob_SN)
-        verdict = self.verdict(canvas, open_SN, token_SN, prob_SN, drafted.token_SW, drafted.prob_SW, params, view.see_SN)
+        verdict = self.verdict(
+            canvas, open_SN, token_SN, prob_SN, drafted.token_SW, drafted.prob_SW, params, view.see_SN
+        )
         best = verdict.scores
         chosen_SB = choose(canvas, verdict.view, best, params)
         chosen = on_canvas(canvas, best.pos_SW, chosen_SB, best.token_SN, best.prob_SN)
@@ -272,9 +277,9 @@ class TwoPass(Drafter):
     """Flash-Verify (arXiv 2609.26796 section 3.2): a second pass looks at the next candidates with and without drafts.
 
     Rows of the second pass: decided context, drafts, and MASK at the same positions; all write scratch. In strict
-    isolation the MASK row of a position reads nothing that has seen its own draft: later searched positions come from the
-    cache, as the first pass wrote them. The reference's isolation, live MASK rows throughout, leaks from the second layer
-    on. ``num_rows`` is the most rows of the second pass: two a searched position, the rest context.
+    isolation the MASK row of a position reads nothing that has seen its own draft: later searched positions come from
+    the cache, as the first pass wrote them. The reference's isolation, live MASK rows throughout, leaks from the second
+    layer on. ``num_rows`` is the most rows of the second pass: two a searched position, the rest context.
     """
 
     parts = ("draft", "accept")
@@ -291,9 +296,7 @@ class TwoPass(Drafter):
         seen = turn.again(scratch, first, search.pos_SK, search.token_SK)
         return self.accept(turn.canvas, turn.params, search, seen)
 
-    def draft(
-        self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores
-    ) -> tuple[Search, Scratch]:
+    def draft(self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores) -> tuple[Search, Scratch]:
         """The rule's commits, then the most confident of what it left, and the second pass over them."""
         chosen_SW = self.rule(canvas, params, view, scores)
         search = self._search(canvas, params, view, scores, chosen_SW)
@@ -331,8 +334,11 @@ class TwoPass(Drafter):
         )
 
     def _context(self, canvas: Canvas, num_searched_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Decided positions that the second pass sees afresh, and which of them there are: what this step committed, what
-        the step before did, both from the left, then the rest by the mass of the pass before this one."""
+        """Decided positions that the second pass sees afresh, and which of them there are.
+
+        What this step committed, what the step before did, both from the left, then the rest by the mass of the pass
+        before this one.
+        """
         room_S = (self.num_rows - 2 * num_searched_S).clamp(min=0) * (num_searched_S > 0)
         decided_SN = canvas.visible_SN() & canvas.final_SN
         now_SN, before_SN = canvas.new_SN(), canvas.new_SN(ago=1)

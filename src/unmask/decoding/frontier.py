@@ -40,7 +40,7 @@ class Frontier:
         """The candidates of the next pass. Changes nothing but block states."""
         raise NotImplementedError
 
-    def retire(self, canvas: Canvas) -> None:
+    def retire(self, canvas: Canvas, params: DecodeParams) -> None:
         """After the commits of a step: what is done is left alone."""
 
     def reach(self, answer: int, block_length: int, params: SeatParams) -> int:
@@ -102,12 +102,11 @@ class Pipeline(Frontier):
 
     A block is added once the last one is decided to `tau_add`, at most one a step; it decides tokens above the
     threshold only, until its predecessor is decided to `tau_act`: from then on it is fully activated, for good, and
-    promised a commit in every step. Seats that drain end as the reference does: after an end of text the blocks in flight
-    are finished, no more are added, and nothing is cut.
+    promised a commit in every step. Seats that drain end as the reference does: after an end of text the blocks in
+    flight are finished, no more are added, and nothing is cut.
     """
 
     def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
-        self._stop_adding(canvas, params)
         self._add(canvas, params)
         self._activate(canvas, params)
         state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
@@ -115,9 +114,10 @@ class Pipeline(Frontier):
         group_SN = torch.where(candidate_SN & (state_SN == FULL), canvas.block_SN.long(), -1)
         return FrontierView(candidate_SN, group_SN, self._see(canvas))
 
-    def retire(self, canvas: Canvas) -> None:
+    def retire(self, canvas: Canvas, params: DecodeParams) -> None:
         """Blocks that ran once since they were complete are sealed; complete ones without an unfinished predecessor
-        are due for that last pass."""
+        are due for that last pass. Seats that drain and have an end of text end with their last block in flight."""
+        self._stop_adding(canvas, params)
         state_SK, active_S1 = canvas.block_state_SK, canvas.active_S[:, None]
         sealed_SK = torch.where(state_SK == TO_SEAL, SEALED, state_SK)
         masks_SK, _ = _masks_and_sizes(canvas)

@@ -19,6 +19,9 @@ from unmask.engine.prompts import Prompt, spread
 from unmask.engine.request import Request
 from unmask.errors import EngineError, RequestError
 
+_EXIT_SECONDS = 10.0
+"""How long a forgotten engine may hold up the interpreter's exit: a step takes less, and one that hangs must not."""
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -36,10 +39,6 @@ class EngineStats:
     num_prefix_hits: int
     seconds: dict[str, float]
     """By part of a step."""
-
-
-_EXIT_SECONDS = 10.0
-"""How long a forgotten engine may hold up the interpreter's exit: a step takes less, and one that hangs must not."""
 
 
 class AsyncEngine:

@@ -162,7 +162,7 @@ class Engine:
 
     def _reserve_pages(self, answer: Answer) -> bool:
         """Pages for the whole canvas of every seat of an answer, or none."""
-        done = []
+        done: list[int] = []
         for seat in answer.seats:
             if not self._reserve_seat(answer, seat):
                 for other in done:
@@ -277,7 +277,13 @@ class Engine:
     def _cells(self, answer: Answer) -> list[CanvasCell]:
         canvas, seat, start = self.canvas, answer.seat, len(answer.prompt_ids)
         span = slice(start, int(canvas.end_S[seat]))
-        rows = (canvas.token_SN, canvas.final_SN, canvas.commit_prob_SN, canvas.commit_pass_SN, self.step_program.run_SN)
+        rows = (
+            canvas.token_SN,
+            canvas.final_SN,
+            canvas.commit_prob_SN,
+            canvas.commit_pass_SN,
+            self.step_program.run_SN,
+        )
         states: list[str | None] = [None] * answer.length
         if self.method.frontier == "pipeline":
             state_N = canvas.block_state_SK[seat][canvas.block_SN[seat, span].long()]
@@ -327,7 +333,9 @@ class Engine:
             if answer.tracker is not None:
                 rest = answer.tracker.finish(ids)
                 if answer.watch and rest:
-                    answer.stream(StreamChunk(answer.index, rest, num_passes=int(self.canvas.num_forward_S[answer.seat])))
+                    answer.stream(
+                        StreamChunk(answer.index, rest, num_passes=int(self.canvas.num_forward_S[answer.seat]))
+                    )
                 return answer.tracker.text
             if self.decoder is None:
                 return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
 BLOCK_STATES = ("closed", "open", "full", "sealing", "sealed")
 """Of a pipeline's block: not added yet; decides above the threshold only; is promised a commit in every step; complete,
 and runs once more; left alone for good."""

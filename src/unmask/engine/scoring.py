@@ -50,8 +50,8 @@ def predict(
 ) -> ops.LogitStats:
     """Token and confidence of each row, for the position it scores. Nothing leaves the device.
 
-    ``purpose`` keeps the random numbers of a second pass of the same step apart from the first's; ``ask_C`` asks for one
-    more token's probability.
+    ``purpose`` keeps the random numbers of a second pass of the same step apart from the first's; ``ask_C`` asks for
+    one more token's probability.
     """
     needs = params.needs
     ban_argmax_CB = ban_softmax_CB = None

@@ -1,9 +1,10 @@
 """One step of decoding for every seat: plan, forward, scores, rule, commits, drafts, state, and what the host is told.
 
-The same program runs in two forms. Ragged, it packs the rows and candidates that there are and looks at counts on the way.
-With `Budgets` its shapes are fixed and nothing is read back, so that it can be captured and replayed.
+The same program runs in two forms. Ragged, it packs the rows and candidates that there are and looks at counts on the
+way. With `Budgets` its shapes are fixed and nothing is read back, so that it can be captured and replayed.
 
-S seats, N positions, E columns of a seat, X scratch columns, M rows, C scored slots, K searched positions, D hidden size
+S seats, N positions, E columns of a seat, X scratch columns, M rows, C scored slots, K searched positions, D hidden
+size
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,7 +243,9 @@ class Step:
         num_accepted_S = self.drafter.settle(turn)
         with self._time("rules"):
             if self.policy.mass is not None:
-                num_counted_S = torch.zeros_like(self.canvas.rows_S).index_add(0, work.plan.seat_M, work.counts_M.long())
+                num_counted_S = torch.zeros_like(self.canvas.rows_S).index_add(
+                    0, work.plan.seat_M, work.counts_M.long()
+                )
                 self.policy.observe(self.canvas, context.mass_SN(num_counted_S, self.canvas.capacity))
             self._end(work.plan.num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
         if self.budgets is None:
@@ -252,14 +254,15 @@ class Step:
     def _forward(self, plan: RowPlan, counts_M: Tensor | None = None) -> tuple[Tensor, PagedContext]:
         with self._time("forward"):
             mass = self.policy.mass if counts_M is not None else None
-            context = PagedContext(
-                plan, self.pool, self.model.rope, self.canvas.capacity, mass=mass, counts_M=counts_M
-            )
+            context = PagedContext(plan, self.pool, self.model.rope, self.canvas.capacity, mass=mass, counts_M=counts_M)
             return self.model(plan.token_M, context), context
 
     def _with_saved(self, work: Work, hidden_MD: Tensor) -> Tensor:
-        """The rows and, behind them, those kept from earlier passes; then keep the row that scores the leftmost undecided
-        position of each seat, if it ran: once its block is sealed it does not run again."""
+        """The rows and, behind them, those kept from earlier passes; then keep new ones.
+
+        Kept is the row that scores the leftmost undecided position of each seat, if it ran: once its block is sealed
+        it does not run again.
+        """
         canvas = self.canvas
         saved_SD = self.saved_SD[: canvas.num_seats]
         out_MD = torch.cat((hidden_MD, saved_SD))
@@ -344,7 +347,7 @@ class Step:
         """Count, retire blocks, and fill the readback; finished seats become inactive, so that a replay before the host
         looks changes nothing."""
         canvas = self.canvas
-        self.frontier.retire(canvas)
+        self.frontier.retire(canvas, self.params)
         canvas.count_pass(num_rows_S)
         canvas.count_pass(num_more_S)
         num_undecided_S = canvas.undecided_SN().sum(1)

@@ -1,8 +1,8 @@
 """Continuous batching under a made-up load: requests of all kinds arrive, wait, run and are cancelled at any step, and
 every answer that came out is compared with the same request alone.
 
-Networks of random weights in float64: two runs of one request agree to the last decision unless the engine mixes requests
-up, reads what it should not, or forgets something between steps.
+Networks of random weights in float64: two runs of one request agree to the last decision unless the engine mixes
+requests up, reads what it should not, or forgets something between steps.
 """
 
 from __future__ import annotations
@@ -204,7 +204,11 @@ class Outcome:
 def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8) -> Outcome:
     """Run a load, then each of its requests alone. A small row budget makes refreshes wait, a small pool admissions."""
     llm = engine(
-        method, network_name, seats, max_num_batched_tokens=192, kv_cache_memory_bytes=_pool_bytes(method, network_name, seats)
+        method,
+        network_name,
+        seats,
+        max_num_batched_tokens=192,
+        kv_cache_memory_bytes=_pool_bytes(method, network_name, seats),
     )
     counts = {"waits": 0, "most": 0}
     who_waits = llm.engine._who_waits
