@@ -495,8 +495,8 @@ def test_there_is_no_mass_if_no_layer_counts() -> None:
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every storage that a tensor somewhere holds, views too."""
-    held = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    """Bytes of every storage that a tensor somewhere holds, views too. (Tensors without values are of other types.)"""
+    held = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
 
 

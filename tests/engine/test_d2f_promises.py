@@ -411,7 +411,7 @@ def test_the_first_token_of_a_block_is_scored_from_the_saved_row() -> None:
     used = 0
 
     @drawn
-    @given(batches("tiny-dream", sampled=False))
+    @given(batches("tiny-dream", sampled=False, infilled=False))
     def check(asks: list[Ask]) -> None:
         nonlocal used
         llm = load("tiny-dream", bare("d2f"))
@@ -427,7 +427,7 @@ def test_the_first_token_of_a_block_is_scored_from_the_saved_row() -> None:
                     used += 1
 
     check()
-    assert used > 10
+    assert used > 3
 
 
 @pytest.mark.parametrize("keeps", [True, False])

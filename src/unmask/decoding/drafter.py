@@ -322,7 +322,7 @@ class TwoPass(Drafter):
         column_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SX.device)
         live_valid_SJ = torch.cat((valid_SX, search.valid_SK), 1)
         strict_S11 = params.isolated_S[:, None, None]
-        table_SXJ = torch.where(strict_S11, *(self._table(strict, pos_SX.device)[None] for strict in (True, False)))
+        table_SXJ = torch.where(strict_S11, self._table(True, pos_SX.device), self._table(False, pos_SX.device))
         return Scratch(
             token_SX=torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1),
             pos_SX=pos_SX,

@@ -48,6 +48,13 @@ def make_pool(model: Model, config: EngineConfig, *, num_seats: int, max_model_l
     )
 
 
+def bytes_for(model: Model, axes: Axes, *, num_pages: int, num_seats: int) -> int:
+    """``kv_cache_memory_bytes`` that gives a pool of just so many pages."""
+    planes = kv_planes(model.config, model.head.dtype)
+    unheld = 1 + num_pages_for(num_seats * axes.drafter.num_scratch)
+    return (num_pages + unheld) * bytes_per_page(planes, model.config.num_layers)
+
+
 def _num_bytes(config: EngineConfig, device: torch.device) -> int:
     """Memory that the pool may take."""
     if config.kv_cache_memory_bytes is not None:

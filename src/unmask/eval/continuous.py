@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from unmask.cache.pool import bytes_per_page, kv_planes, num_pages_for
 from unmask.config import SamplingParams
 from unmask.engine.axes import Axes
 from unmask.engine.llm import LLM
+from unmask.engine.memory import bytes_for
 from unmask.engine.outputs import CompletionOutput
 from unmask.engine.request import Answer
 from unmask.methods import METHODS
@@ -143,9 +143,7 @@ def engine(method: str, network_name: str, seats: int, **more: Any) -> LLM:
 def _pool_bytes(method: str, network_name: str, seats: int) -> int:
     """Memory of `NUM_PAGES`, the trash page, and the seats' scratch entries."""
     model = network(network_name)
-    num_scratch = Axes.of(METHODS[method], model.config).drafter.num_scratch
-    num_pages = NUM_PAGES + 1 + num_pages_for(seats * num_scratch)
-    return num_pages * bytes_per_page(kv_planes(model.config, torch.float64), model.config.num_layers)
+    return bytes_for(model, Axes.of(METHODS[method], model.config), num_pages=NUM_PAGES, num_seats=seats)
 
 
 def answers(llm: LLM, asked: Asked) -> list[Answer]:
