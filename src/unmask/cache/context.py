@@ -80,11 +80,9 @@ class PagedContext:
 
     def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:
         """Writing comes before attention and is unconditional: the cache is what a later pass does not recompute."""
-        q, k, v = weights.split(hidden)
-        pool = self._pool
-        pool.k[layer].index_copy_(0, self.write_M, ops.rope(k, self._cos, self._sin).to(pool.k.dtype))
-        pool.v[layer].index_copy_(0, self.write_M, v.to(pool.v.dtype))
-        return ops.rope(q, self._cos, self._sin)
+        k_E, v_E = self._pool.k[layer], self._pool.v[layer]
+        qkv = weights.qkv
+        return ops.project_and_store(hidden, qkv.weight, qkv.bias, self._cos, self._sin, self.write_M, k_E, v_E)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         k_E, v_E = self._pool.k[layer], self._pool.v[layer]

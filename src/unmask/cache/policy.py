@@ -146,7 +146,7 @@ class Tracked(CachePolicy):
         self.refresh_rows, self.shift = refresh_rows, shift
 
     def rows(self, canvas: Canvas, candidate_SN: Tensor, limits: Limits) -> Tensor:
-        scoring_SN = candidate_SN.roll(-self.shift, 1) if self.shift else candidate_SN
+        scoring_SN = torch.nn.functional.pad(candidate_SN[:, self.shift :], (0, self.shift))  # row p - shift scores p
         wanted_SN = candidate_SN | scoring_SN | self._window(canvas, limits) | self._tracked(canvas, limits)
         return canvas.visible_SN() & (wanted_SN | self.due(canvas, limits)[:, None])
 

@@ -49,7 +49,6 @@ class Needs:
     banned: bool = False
     stats_banned: bool = False
     min_tokens: bool = False
-    product: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(Needs)})
@@ -126,7 +125,6 @@ class SeatParams:
             banned=bool(self.ban_argmax) or self.min_tokens > 0,
             stats_banned=bool(self.ban_softmax) or self.min_tokens > 0,
             min_tokens=self.min_tokens > 0,
-            product=self.product,
         )
 
 

@@ -144,7 +144,7 @@ class Engine:
                 look = program.hold(look, waits_S)
         program.run(look)
         if waiting:
-            self.canvas.active_S |= waits_S
+            program.let_go(waits_S)
         with self.stats.time("readback"):
             self._read_back(set(waiting))
 

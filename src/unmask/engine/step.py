@@ -178,14 +178,17 @@ class Step:
         return Look(view, run_SN, counted_SN, due_S & canvas.active_S, before_SK)
 
     def hold(self, look: Look, waits_S: Tensor) -> Look:
-        """The look without the seats that ``waits`` bool [S]: they stand still in this pass. Until `release`, they are
-        inactive."""
+        """The look without the seats that ``waits`` bool [S]: they stand still, inactive until `let_go`."""
         canvas = self.canvas
         canvas.active_S &= ~waits_S
         canvas.block_state_SK.copy_(torch.where(waits_S[:, None], look.block_state_SK, canvas.block_state_SK))
         goes_S1 = ~waits_S[:, None]
         view = replace(look.view, candidate_SN=look.view.candidate_SN & goes_S1)
         return replace(look, view=view, run_SN=look.run_SN & goes_S1, counted_SN=look.counted_SN & goes_S1)
+
+    def let_go(self, waits_S: Tensor) -> None:
+        """After the pass: who was held takes part again."""
+        self.canvas.active_S |= waits_S
 
     def _plan(self, look: Look) -> Work:
         """Which rows run, and which of them score what."""

@@ -9,6 +9,7 @@ from unmask.ops.reference.attention import attention
 from unmask.ops.reference.logit_stats import LogitStats, Sampling, logit_stats
 from unmask.ops.reference.mlp import swiglu
 from unmask.ops.reference.norm import rms_norm
+from unmask.ops.reference.project import project_and_store
 from unmask.ops.reference.rope import rope
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "attend",
     "attention",
     "logit_stats",
+    "project_and_store",
     "rms_norm",
     "rope",
     "swiglu",
