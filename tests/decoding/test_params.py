@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unmask.config import SamplingParams
-from unmask.decoding.params import NO_LIMIT, DecodeParams, Needs, SeatParams, seat_params
+from unmask.decoding.params import NO_LIMIT, DecodeParams, SeatParams, seat_params
 from unmask.errors import ConfigError
 
 EOS = (61, 62)
@@ -60,17 +60,6 @@ def test_tables_of_a_kind() -> None:
         assert getattr(params, f"{name}_S").dtype == torch.int32
     for name in ("product", "isolated", "drains", "strict"):
         assert getattr(params, f"{name}_S").dtype == torch.bool
-
-
-def test_the_product_is_needed_where_it_is_asked_for() -> None:
-    assert seat(threshold=0.9, accept="product").needs.product
-    assert not seat(threshold=0.9, accept="agreement").needs.product
-    assert (Needs(product=True) | Needs()).product
-    params = DecodeParams(2, 4, "cpu")
-    params.write(0, seat(threshold=0.9, accept="product"))
-    assert params.needs.product
-    params.release(0)
-    assert not params.needs.product
 
 
 def test_a_seat_that_drains_has_no_end() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from oracles.golden import tiny_model
 from unmask import LLM, SamplingParams
+from unmask.cache.pool import bytes_per_page, kv_planes
 from unmask.engine.outputs import CompletionOutput
 from unmask.engine.request import Answer
 from unmask.engine.scoring import Model
@@ -63,6 +64,13 @@ def load(model: str | Model, method: str | Method, **options: Any) -> LLM:
     return LLM(model=network, method=method, tokenizer=Ids(), device="cpu", **said)
 
 
+def pages(model: str, count: int) -> dict[str, int]:
+    """Options of an engine whose pool has ``count`` pages (more than its seats can use it never has)."""
+    config = tiny_model(model, None, torch.float64).config
+    planes = kv_planes(config, torch.float64)
+    return {"kv_cache_memory_bytes": (count + 1) * bytes_per_page(planes, config.num_layers)}  # and the trash page
+
+
 def answer_of(llm: LLM, ask: Ask) -> Answer:
     """The request's only answer, as the door makes it."""
     if ask.given is None:
@@ -107,6 +115,12 @@ def serve(llm: LLM, asks: Sequence[Ask]) -> list[CompletionOutput]:
     """The outputs of requests that all stay."""
     outputs = [answer.output for answer in drive(llm, asks)]
     return [output for output in outputs if output is not None]
+
+
+def without_rows(out: CompletionOutput | None) -> tuple[Any, ...]:
+    """The same tokens, committed in the same steps of as many passes."""
+    assert out is not None
+    return facts(replace(out, num_rows=0))
 
 
 def facts(out: CompletionOutput | None) -> tuple[Any, ...]:
