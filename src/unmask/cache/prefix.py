@@ -53,7 +53,7 @@ class PrefixCache:
     """
 
     num_queries: int
-    """Calls of `find`."""
+    """Calls of `find` that count."""
     num_hits: int
     """Those that found their prompt."""
 
@@ -67,12 +67,15 @@ class PrefixCache:
         """Pages that only this cache keeps alive: what `clear` would free."""
         return self._num_alone(self._prefixes.values())
 
-    def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """The prefix that is exactly ``prompt``, now the most recently used; None if it is not known (() never is)."""
-        self.num_queries += 1
+    def find(self, prompt: Sequence[int], *, count: bool = True) -> Prefix | None:
+        """The prefix that is exactly ``prompt``, now the most recently used; None if it is not known (() never is).
+
+        ``count=False`` for asking again on behalf of the same request.
+        """
         prefix = self._prefixes.get(tuple(prompt))
+        self.num_queries += count
+        self.num_hits += count and prefix is not None
         if prefix is not None:
-            self.num_hits += 1
             self._prefixes.move_to_end(prefix.prompt)
         return prefix
 

@@ -58,8 +58,8 @@ class Engine:
             model, config, num_seats=_bucket(config.max_num_seqs), max_model_len=max_model_len, axes=self.axes
         )
         self.prefixes = PrefixCache(self.pool) if check_prefix_caching(method, config.enable_prefix_caching) else None
-        self._found: dict[Answer, Prefix] = {}
-        """Answers whose prompt's K/V were there when they were seated."""
+        self._found: dict[Answer, Prefix | None] = {}
+        """What was known of an answer's prompt when it was seated, or last tried to be."""
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -175,11 +175,13 @@ class Engine:
         prefixes = self.prefixes
         if prefixes is None:
             return self.pool.reserve(seat, answer.length)
-        prefix = prefixes.find(answer.prompt_ids) if answer.num_seats == 1 else None
-        if prefix is not None and prefixes.seat(seat, answer.length, prefix):
-            self._found[answer] = prefix
-            return True
-        return prefixes.reserve(seat, answer.length)
+        if answer.num_seats > 1:  # a guided request's twin has another prompt, and the two start together
+            return prefixes.reserve(seat, answer.length)
+        # Every attempt asks anew, since what was found may be evicted meanwhile; only the first one counts.
+        prefix = prefixes.find(answer.prompt_ids, count=answer not in self._found)
+        warm = prefix is not None and prefixes.seat(seat, answer.length, prefix)
+        self._found[answer] = prefix if warm else None
+        return warm or prefixes.reserve(seat, answer.length)
 
     def _seat(self, answer: Answer) -> None:
         token_N = torch.tensor([*answer.prompt_ids, *answer.answer_ids], dtype=torch.int32)
@@ -190,8 +192,8 @@ class Engine:
         if answer.twin >= 0:
             self.canvas.place(answer.twin, token_N, prompt=prompt, block_N=block_N, leader=answer.seat)
         self.params.write(answer.seat, answer.seat_params, twin=answer.twin)
-        if answer in self._found:
-            self._use_prefix(answer.seat, prompt, self._found[answer])
+        if (prefix := self._found.get(answer)) is not None:
+            self._use_prefix(answer.seat, prompt, prefix)
 
     def _use_prefix(self, seat: int, prompt: int, prefix: Prefix) -> None:
         """The prompt's block is sealed from the start, and the row that scores the first position is known."""
@@ -202,7 +204,7 @@ class Engine:
 
     def _keep_prefix(self, answer: Answer) -> None:
         """After an answer's first pass its prompt's K/V are final."""
-        if self.prefixes is None or answer.num_seats > 1 or answer in self._found:
+        if self.prefixes is None or answer.num_seats > 1 or self._found.get(answer) is not None:
             return
         shift, hidden_D = self.model.config.logit_shift, None
         if shift:
