@@ -17,6 +17,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "quickstart.py": ([], ["#### 9", "passes"]),
     "batch_with_params.py": ([], ["expected #### 9, got #### 9", "tokens a pass"]),
     "stream_canvas.py": ([], ["....", "#### 60"]),
+    "async_streams.py": ([], ["request 0: stop", "request 1: abort", "request 2: stop", "rows for all of them"]),
     "infill.py": ([], ["He has 57 + 25 = 82 grapes", "tokens found"]),
     "own_method.py": (["--n", "3"], ["careful", "/3 right"]),
     "load_llada.py": ([str(TINY), "--max-tokens", "4"], ["dream: 3 layers", "ids ["]),

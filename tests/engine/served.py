@@ -40,9 +40,9 @@ class Ids:
 class Ask:
     """One request, and when it comes and goes."""
 
-    prompt: Sequence[int]
+    prompt: tuple[int, ...]
     params: SamplingParams
-    given: Sequence[int | None] | None = None
+    given: tuple[int | None, ...] | None = None
     """Infilling: the answer, None in its holes."""
     arrives: int = 0
     """Steps that are over when it is queued."""

