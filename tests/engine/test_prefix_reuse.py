@@ -36,7 +36,7 @@ models = pytest.mark.parametrize("model", GOLDEN)
 lengths = pytest.mark.parametrize("length", LENGTHS)
 
 
-def warm(model: str, **options: Any) -> tuple[LLM, PrefixCache]:
+def warm(model: str, **options: int) -> tuple[LLM, PrefixCache]:
     llm = load(model, bare("d2f"), **options)
     assert llm.engine.prefixes is not None, "on by itself"
     return llm, llm.engine.prefixes
