@@ -251,7 +251,8 @@ def test_infilling(
     by_block = method != "flash-cache"
     said: dict[str, Any] = {"threshold": 0.6, "trajectory": True}
     said |= {"block_length": 4} if by_block else {"decode_window": 4}
-    asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), tuple(text)) for text in SHAPES.values()]
+    texts = list(SHAPES.values())
+    asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), tuple(text)) for text in texts]
     row = bare(method)
     outs = [infill(load(model, row), ask, fields) for ask in asks]
     with leading() if method.startswith("fast") else nullcontext():
