@@ -70,7 +70,7 @@ WHOLE = PROMPT + BLOCK * BLOCKS
 
 def rows_run(method: str) -> list[int]:
     """Rows of each pass of a request with three blocks of four steps."""
-    stub = Stub(lambda view: {7: 0.5})
+    stub = Stub(lambda _view: {7: 0.5})
     llm = LLM(model=stub, method=method, tokenizer=None)
     params = SamplingParams(max_tokens=BLOCK * BLOCKS, block_length=BLOCK, steps=BLOCKS * STEPS, ignore_eos=True)
     answers(llm, [list(range(1, PROMPT + 1))], params)
@@ -95,14 +95,14 @@ def test_b23_a_cache_that_is_always_rebuilt_is_noticed(monkeypatch: pytest.Monke
 
 def test_b23_prompts_run_once_under_the_other_caches() -> None:
     """The whole canvas once (flash-cache), or the prompt once with the first block (d2f)."""
-    stub = Stub(lambda view: {7: 0.95})
+    stub = Stub(lambda _view: {7: 0.95})
     llm = LLM(model=stub, method=bare("flash-cache"), tokenizer=None)
     window = {"threshold": 0.99, "decode_window": 4, "refresh_window": 4, "track": 4, "max_tokens": 24}
     answers(llm, [list(range(1, 51))], SamplingParams(ignore_eos=True, **window))
     rows = [call.num_rows for call in stub.calls]
     assert rows[0] == 74
     assert max(rows[1:]) <= 8
-    stub = Stub(lambda view: {7: 0.95})
+    stub = Stub(lambda _view: {7: 0.95})
     llm = LLM(model=stub, method=bare("d2f"), tokenizer=None, allow_attention_mismatch=True)
     said = {"threshold": 0.9, "tau_add": 0.5, "tau_act": 0.9, "pipeline_depth": 2, "max_tokens": 24, "block_length": 8}
     answers(llm, [list(range(1, 51))], SamplingParams(ignore_eos=True, **said))
