@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.served import bare, load
+from oracles.d2f import block_kv
 from oracles.flash import made_up_prompt
+from oracles.golden import tiny_model
 from stubs import Stub
 from unmask import LLM, ConfigError, SamplingParams
 from unmask.cache.policy import Dual, Limits
 from unmask.core.canvas import Canvas
+from unmask.engine.step import Look
 
 CACHED = ("fast-dllm-prefix", "fast-dllm-dual")
 PARAMS = SamplingParams(max_tokens=12, block_length=4, threshold=0.6, ignore_eos=True)
@@ -52,14 +56,18 @@ def test_b22_block_caches_in_batches(model: str, lengths: tuple[int, ...]) -> No
         assert answers(load(model, bare(name)), prompts) == alone
 
 
-def test_b22_a_neighbour_does_not_touch_the_cache() -> None:
-    """The first seat's K/V are those beside any other prompt, while it decodes; another first prompt changes them."""
-    first, others = made_up_prompt(11, 1), [made_up_prompt(20, 2), made_up_prompt(3, 3)]
+@pytest.mark.parametrize("name", [*CACHED, "d2f"])
+@pytest.mark.parametrize("model", ["tiny-llada", "tiny-dream"])
+def test_b22_a_neighbour_does_not_touch_the_cache(model: str, name: str) -> None:
+    """The first seat's K/V are those beside any other prompt, and beside none, while it decodes; another first prompt
+    changes them."""
+    first, others = made_up_prompt(11, 1), [[made_up_prompt(20, 2)], [made_up_prompt(3, 3), made_up_prompt(11, 4)], []]
     for num_steps in (1, 3):
-        kept = [kv_of_first(load("tiny-llada", bare("fast-dllm-dual")), [first, other], num_steps) for other in others]
-        torch.testing.assert_close(kept[0], kept[1], atol=1e-12, rtol=0)
-        changed = kv_of_first(load("tiny-llada", bare("fast-dllm-dual")), [made_up_prompt(11, 5), others[0]], num_steps)
-        assert not torch.allclose(kept[0], changed, atol=1e-3)
+        alone, *kept = (kv_of_first(load(model, bare(name)), [first, *rest], num_steps) for rest in reversed(others))
+        for each in kept:
+            torch.testing.assert_close(each, alone, atol=1e-12, rtol=0)
+        changed = kv_of_first(load(model, bare(name)), [made_up_prompt(11, 5), *others[0]], num_steps)
+        assert not torch.allclose(alone, changed, atol=1e-3)
 
 
 # --- B23: https://github.com/NVlabs/Fast-dLLM/issues/52, https://github.com/tenstorrent/vllm-tt-plugin/pull/32
@@ -68,13 +76,20 @@ PROMPT, BLOCK, BLOCKS, STEPS = 10, 8, 3, 4
 WHOLE = PROMPT + BLOCK * BLOCKS
 
 
-def rows_run(method: str) -> list[int]:
-    """Rows of each pass of a request with three blocks of four steps."""
+def positions_run(method: str) -> list[list[int]]:
+    """Positions of each pass of a request with three blocks of four steps."""
     stub = Stub(lambda _view: {7: 0.5})
     llm = LLM(model=stub, method=method, tokenizer=None)
     params = SamplingParams(max_tokens=BLOCK * BLOCKS, block_length=BLOCK, steps=BLOCKS * STEPS, ignore_eos=True)
     answers(llm, [list(range(1, PROMPT + 1))], params)
-    return [call.num_rows for call in stub.calls]
+    ran = [sorted(sequence) for call in stub.calls for sequence in call.sequences]
+    assert [len(positions) for positions in ran] == [call.num_rows for call in stub.calls]
+    return ran
+
+
+def rows_run(method: str) -> list[int]:
+    """Rows of each of these passes."""
+    return [len(positions) for positions in positions_run(method)]
 
 
 def test_b23_one_whole_pass_a_block() -> None:
@@ -83,6 +98,31 @@ def test_b23_one_whole_pass_a_block() -> None:
     assert rows_run("vanilla") == [WHOLE] * BLOCKS * STEPS
     assert rows_run("fast-dllm-dual") == ([WHOLE] + [BLOCK] * (STEPS - 1)) * BLOCKS
     assert rows_run("fast-dllm-prefix") == [rows for rest in behind for rows in [WHOLE] + [rest] * (STEPS - 1)]
+
+
+def test_b23_what_is_kept_is_not_run_inside_a_block() -> None:
+    """The rows are those of the block, and of nothing before it."""
+    for method, until_the_end in (("fast-dllm-dual", False), ("fast-dllm-prefix", True)):
+        for number, positions in enumerate(positions_run(method)):
+            start = PROMPT + BLOCK * (number // STEPS)
+            stop = WHOLE if until_the_end else start + BLOCK
+            assert positions == list(range(start, stop) if number % STEPS else range(WHOLE))
+
+
+def test_b23_sealed_blocks_are_not_run_again() -> None:
+    """One token a step: a block runs in its eight steps and in the first one of the next block."""
+    stub = Stub(lambda _view: {7: 0.5})
+    llm = LLM(model=stub, method=bare("d2f"), tokenizer=None, allow_attention_mismatch=True)
+    said: dict[str, Any] = dict.fromkeys(("threshold", "tau_add", "tau_act"), 1.0)
+    params = SamplingParams(max_tokens=BLOCK * BLOCKS, block_length=BLOCK, ignore_eos=True, **said)
+    answers(llm, [list(range(1, PROMPT + 1))], params)
+    starts = [PROMPT + BLOCK * block for block in range(BLOCKS)]
+    for number, call in enumerate(stub.calls):
+        (ran,) = call.sequences
+        block, place = divmod(number, BLOCK)
+        first = ([0, *starts][block] if place == 0 else starts[block]) if number else 0
+        assert sorted(ran) == list(range(first, starts[block] + BLOCK))
+    assert len(stub.calls) == BLOCK * BLOCKS
 
 
 def test_b23_a_cache_that_is_always_rebuilt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,15 +137,15 @@ def test_b23_prompts_run_once_under_the_other_caches() -> None:
     """The whole canvas once (flash-cache), or the prompt once with the first block (d2f)."""
     stub = Stub(lambda _view: {7: 0.95})
     llm = LLM(model=stub, method=bare("flash-cache"), tokenizer=None)
-    window = {"threshold": 0.99, "decode_window": 4, "refresh_window": 4, "track": 4, "max_tokens": 24}
+    window: dict[str, Any] = {"threshold": 0.99, "decode_window": 4, "refresh_window": 4, "track": 4, "max_tokens": 24}
     answers(llm, [list(range(1, 51))], SamplingParams(ignore_eos=True, **window))
     rows = [call.num_rows for call in stub.calls]
     assert rows[0] == 74
     assert max(rows[1:]) <= 8
     stub = Stub(lambda _view: {7: 0.95})
     llm = LLM(model=stub, method=bare("d2f"), tokenizer=None, allow_attention_mismatch=True)
-    said = {"threshold": 0.9, "tau_add": 0.5, "tau_act": 0.9, "pipeline_depth": 2, "max_tokens": 24, "block_length": 8}
-    answers(llm, [list(range(1, 51))], SamplingParams(ignore_eos=True, **said))
+    said: dict[str, Any] = {"threshold": 0.9, "tau_add": 0.5, "tau_act": 0.9, "pipeline_depth": 2}
+    answers(llm, [list(range(1, 51))], SamplingParams(max_tokens=24, block_length=8, ignore_eos=True, **said))
     rows = [call.num_rows for call in stub.calls]
     assert rows[0] == 58
     assert max(rows[1:]) <= 16
@@ -142,17 +182,62 @@ def test_b25_no_reuse_where_a_prompt_depends_on_what_follows(name: str) -> None:
 # --- from reading Fast-dLLM's modeling_llada.py: rows that do not follow each other had their neighbours' angles
 
 
-def test_x2_rows_with_gaps_have_their_own_angles() -> None:
-    """Everything tracked but the prompt's middle, in one engine; the yardstick recomputes all."""
-    params = {"decode_window": 5, "threshold": 0.6, "max_tokens": 20, "ignore_eos": True}
-    prompt = made_up_prompt(30, 8)
-    whole = answers(load("tiny-llada", bare("window")), [prompt], SamplingParams(**params))
-    saturated = SamplingParams(**params, track=100, refresh_window=100)
-    assert answers(load("tiny-llada", bare("flash-cache")), [prompt], saturated) == whole
-    llm = load("tiny-llada", bare("flash-cache"))
-    ran: list[list[int]] = []
-    program = llm.engine.step_program
+def angles_of_rows(model: str, prompt: int, **params: Any) -> list[tuple[list[int], Tensor, list[int]]]:
+    """Of each pass: the positions that ran, their rotated keys in the first layer, and all tokens before it."""
+    llm, passes = load(model, bare("flash-cache")), list[tuple[list[int], Tensor, list[int]]]()
+    program, pool = llm.engine.step_program, llm.engine.pool
     run = program.run
-    program.run = lambda look: (ran.append(look.run_SN[0].nonzero()[:, 0].tolist()), run(look))[1]  # type: ignore
-    answers(llm, [prompt], SamplingParams(**params, track=6, refresh_window=9))
-    assert any(max(rows) - min(rows) + 1 > len(rows) for rows in ran), "some pass has gaps"
+
+    def spy(look: Look) -> None:
+        tokens = program.canvas.token_SN[0].tolist()
+        run(look)
+        ran_n = look.run_SN[0].nonzero()[:, 0]
+        entry_n = pool.page_table_SP[0].long()[ran_n // 16] * 16 + ran_n % 16
+        passes.append((ran_n.tolist(), pool.k[0, entry_n].clone(), tokens))
+
+    program.run = spy  # type: ignore[method-assign]
+    said = SamplingParams(decode_window=5, threshold=0.6, max_tokens=20, ignore_eos=True, **params)
+    answers(llm, [made_up_prompt(prompt, 8)], said)
+    return passes
+
+
+@pytest.mark.parametrize("model", ["tiny-llada", "tiny-dream"])
+def test_x2_rows_with_gaps_have_their_own_angles(model: str) -> None:
+    """A key of the first layer depends on its token and its position alone. With the angles of rows that follow each
+    other, as a cache that knows only how many there are would give them, the check fails."""
+    network, with_gaps = tiny_model(model, None, torch.float64), 0
+    for ran, keys, tokens in angles_of_rows(model, 30, track=6, refresh_window=9):
+        exact, _ = block_kv(network, tokens, 0, len(tokens))[0]
+        torch.testing.assert_close(keys, exact[ran], atol=1e-9, rtol=0)
+        if max(ran) - min(ran) + 1 > len(ran):
+            with_gaps += 1
+            close = block_kv(network, [tokens[n] for n in ran], 0, len(ran))[0][0]
+            assert not torch.allclose(keys, close, atol=1e-3)
+    assert with_gaps > 3
+
+
+def test_x2_everything_tracked_is_no_cache() -> None:
+    said = SamplingParams(decode_window=5, threshold=0.6, max_tokens=20, ignore_eos=True)
+    prompt, saturated = made_up_prompt(30, 8), said.replace(track=100, refresh_window=100)
+    whole = answers(load("tiny-llada", bare("window")), [prompt], said)
+    assert answers(load("tiny-llada", bare("flash-cache")), [prompt], saturated) == whole
+
+
+def test_x2_shared_pages_are_not_written_by_who_reads_them() -> None:
+    """A kept prompt's K/V are bit for bit the same after others have read them and written behind them."""
+    llm, prompt = load("tiny-llada", bare("d2f"), max_num_seqs=4), made_up_prompt(37, 6)
+    said = PARAMS.replace(tau_add=0.1, tau_act=0.9)
+    answers(llm, [prompt], said)
+    assert llm.engine.prefixes is not None
+    prefix = llm.engine.prefixes.find(prompt)
+    assert prefix is not None
+    entries = (torch.tensor(prefix.pages)[:, None] * 16 + torch.arange(16)).flatten()
+    before = [plane[:, entries].clone() for plane in (llm.engine.pool.k, llm.engine.pool.v)]
+    cold = load("tiny-llada", bare("d2f"), enable_prefix_caching=False)
+    asked = [said.replace(temperature=1.0, seed=seed) for seed in range(4)]
+    got = llm.generate([{"prompt_token_ids": list(prompt)}] * 4, asked)
+    want = cold.generate([{"prompt_token_ids": list(prompt)}] * 4, asked)
+    assert [out.outputs[0].token_ids for out in got] == [out.outputs[0].token_ids for out in want]
+    assert llm.engine.prefixes.num_hits == 5
+    for old, plane in zip(before, (llm.engine.pool.k, llm.engine.pool.v)):
+        assert torch.equal(plane[:, entries], old)

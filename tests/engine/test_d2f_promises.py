@@ -122,7 +122,7 @@ def watch(llm: LLM, before: Callable[[], object] = lambda: None) -> list[Pass]:
         plan, hidden_MD = kept[0]
         for answer, seat in running:
             mine_M = plan.seat_M == seat
-            end = int(canvas.end_S[seat])
+            end = int(canvas.end_S[answer.seat])  # a twin's too
             new = [int(n) for n in (canvas.final_SN[seat] & ~final_SN[seat]).nonzero()[:, 0]]
             passes.append(
                 Pass(
@@ -132,7 +132,7 @@ def watch(llm: LLM, before: Callable[[], object] = lambda: None) -> list[Pass]:
                     candidates=[int(n) for n in look.view.candidate_SN[seat].nonzero()[:, 0]],
                     rows=plan.pos_M[mine_M].tolist(),
                     hidden_RD=hidden_MD[mine_M],
-                    tokens=token_SN[seat, : end_S[seat]].tolist(),
+                    tokens=token_SN[seat, : end_S[answer.seat]].tolist(),
                     undecided=int(program.readback[seat, 3]),
                     after=canvas.token_SN[seat, :end].tolist(),
                     committed={n: (int(canvas.token_SN[seat, n]), float(canvas.commit_prob_SN[seat, n])) for n in new},
@@ -246,6 +246,23 @@ def test_promises(model: str, promise: Promise) -> None:
 
     check()
     assert sum(examples) > 10, "the interesting case does happen"
+
+
+@models
+def test_a_twin_ends_where_its_leader_does(model: str) -> None:
+    """1 and 2 for guided requests with an end of text that is decided before what comes before it."""
+    said: dict[str, Any] = {"block_length": 5, "threshold": 0.5, "tau_act": 0.5, "cfg_scale": 1.0, "trajectory": True}
+    params, asks = SamplingParams(**said, max_tokens=20, ignore_eos=True), list[Ask]()
+    free = [Ask(made_up_prompt(9, seed), params) for seed in range(5)]
+    for ask, out in zip(free, serve(load(model, bare("d2f")), free)):
+        early = [b for a, b in pairwise(out.trajectory or ()) if b.num_pass < a.num_pass]
+        asks += [replace(ask, params=params.replace(stop_token_ids=(event.token_id,))) for event in early[:1]]
+    llm = load(model, bare("d2f"))
+    passes = watch(llm)
+    drive(llm, asks)
+    sealed_kv_is_that_of_the_final_text(llm, passes)
+    rows_are_those_of_a_whole_forward(llm, passes)
+    assert any(len(each.after) < len(each.tokens) and each.undecided for each in passes if each.leads), "it comes early"
 
 
 class SealedAtOnce(Pipeline):

@@ -20,7 +20,7 @@ from unmask.engine import axes, prompts
 from unmask.engine.outputs import CompletionOutput
 from unmask.methods import Method
 
-drawn = settings(max_examples=12, deadline=None, derandomize=True)
+drawn = settings(max_examples=6, deadline=None, derandomize=True)
 LLADA = GOLDEN[:2]
 
 
@@ -68,7 +68,13 @@ PAIRS = [
     ),
     Pair("flash-cache", bare("flash-cache"), NO_TRACKING, TRACKING, bare("window"), {}),
     Pair(
-        "flash-cache-refreshed", bare("flash-cache"), {**TRACKING, "refresh_interval": 1}, TRACKING, bare("window"), {}
+        "flash-cache-refreshed",
+        bare("flash-cache"),
+        {**TRACKING, "refresh_interval": 1},
+        TRACKING,
+        bare("window"),
+        {},
+        models=GOLDEN[1:],
     ),
     Pair(
         "flash-verify",
@@ -88,7 +94,7 @@ PAIRS = [
         {**TWO_PASS, "gamma": 0.05, "accept": "product"},
         bare("window"),
         {},
-        models=LLADA,
+        models=LLADA[:1],
         guided=False,
         told=by_step,
     ),
@@ -162,7 +168,7 @@ def test_a_saturated_cache_is_no_cache(
     """Token for token and pass for pass, and in as many rows where there is nothing more to run."""
 
     @drawn
-    @given(st.lists(asked(pair, model), min_size=1, max_size=5))
+    @given(st.lists(asked(pair, model), min_size=2, max_size=4))
     def check(asks: list[Ask]) -> None:
         got = serve(load(model, pair.method), saying(asks, pair.saturated))
         with leading() if pair.is_by_block else nullcontext():
@@ -194,7 +200,7 @@ def test_an_unsaturated_cache_is_one(
 @pytest.mark.parametrize("model", GOLDEN)
 def test_the_cache_of_sealed_blocks_is_exact(model: str) -> None:
     @drawn
-    @given(st.lists(pipelined(model), min_size=1, max_size=5))
+    @given(st.lists(pipelined(model), min_size=2, max_size=4))
     def check(asks: list[Ask]) -> None:
         got, want = (serve(load(model, bare(name)), asks) for name in ("d2f", "d2f-uncached"))
         assert [without_rows(each) for each in got] == [without_rows(each) for each in want]
@@ -234,7 +240,7 @@ CACHES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("prompt", [0, 1, 16, 21], ids="prompt-{}".format)
+@pytest.mark.parametrize("prompt", [0, 17], ids="prompt-{}".format)
 @pytest.mark.parametrize(
     ("method", "fields", "yardstick"), CACHES, ids=lambda each: each if isinstance(each, str) else ""
 )
@@ -253,11 +259,10 @@ def test_infilling(
     said |= {"block_length": 4} if by_block else {"decode_window": 4}
     texts = list(SHAPES.values())
     asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), tuple(text)) for text in texts]
-    row = bare(method)
-    outs = [infill(load(model, row), ask, fields) for ask in asks]
+    llm = load(model, bare(method))
+    outs = [infill(llm, ask, fields) for ask in asks]
     with leading() if method.startswith("fast") else nullcontext():
-        llm = load(model, bare(yardstick) if yardstick else bare(method, policy="recompute"))
-        want = [infill(llm, ask, {}) for ask in asks]
+        want = serve(load(model, bare(yardstick) if yardstick else bare(method, policy="recompute")), asks)
     for ask, out in zip(asks, outs):
         assert ask.given is not None
         assert all(pinned in (None, token) for pinned, token in zip(ask.given, out.token_ids, strict=True))
@@ -266,7 +271,7 @@ def test_infilling(
             place for place, token in enumerate(ask.given) if token is None
         }
     assert [without_rows(each) for each in outs] == [without_rows(each) for each in want]
-    together = serve(load(model, row), saying(asks, fields))
+    together = serve(llm, saying(asks, fields))
     assert [without_rows(each) for each in together] == [without_rows(each) for each in outs]
 
 
