@@ -150,20 +150,23 @@ class Stub(nn.Module):
         assert len(tokens) == len(positions) == len(seats), "one token, position and seat a row"
         ran: dict[int, dict[int, int]] = defaultdict(dict)
         for row_token, position, seat, column in zip(tokens, positions, seats, plan.column_M.tolist()):
-            if column == position:  # a canvas row; scratch rows run at positions that are there already
+            if column == position and column < plan.row_SE.shape[1] - 1:  # not padding, nor scratch rows, whose
+                # positions are there already
                 assert position not in ran[seat], f"position {position} runs twice in one pass"
                 ran[seat][position] = row_token
-        self.calls.append(Call(len(tokens), list(ran.values())))
+        self.calls.append(Call(sum(plan.num_rows_S.tolist()), list(ran.values())))
         self._written |= zip(ctx.write_M.tolist(), tokens)
         views = [{pos: self._written[entry] for pos, entry in seen} for seen in _sees(ctx)]
         number = {}
         for seat in dict.fromkeys(seats):
             view = views[seats.index(seat)]
+            if not view:  # rows of padding alone
+                continue
             first = view[min(view)]
             number[seat] = self._seen[first]
             self._seen[first] += 1
         rows = [
-            log_row(self.script(View(position + self.config.logit_shift, view, number[seat])))
+            log_row(self.script(View(position + self.config.logit_shift, view, number[seat])) if view else {})
             for position, seat, view in zip(positions, seats, views)
         ]
         return torch.stack(rows).to(self.head)

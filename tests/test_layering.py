@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -85,9 +88,30 @@ def heavy_at_import(source: Path) -> list[str]:
     out = []
     for path in modules(source):
         names = {name.split(".")[0] for name in imports(at_import(ast.parse(path.read_text(encoding="utf-8"))))}
-        banned = HEAVY if "triton" not in path.relative_to(source).parts else {"transformers"}
+        banned = {"transformers"} if is_kernel(path, source) else HEAVY
         if room(path, source) in LIGHT_ROOMS | {"ops", "models", "cache", "decoding", "engine"}:
             out += [f"{path.relative_to(source)} needs {name}" for name in sorted(names & banned)]
+    return out
+
+
+def is_kernel(path: Path, source: Path) -> bool:
+    return path.relative_to(source).parts[:2] == ("ops", "triton")
+
+
+def triton_elsewhere(source: Path) -> list[str]:
+    """Whatever imports triton outside its room, however late; and whatever needs that room at its own import."""
+    out = []
+    for path in modules(source):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if is_kernel(path, source):
+            continue
+        here = path.relative_to(source)
+        if any(name.split(".")[0] == "triton" for name in imports(ast.walk(tree))):
+            out.append(f"{here} imports triton")
+        if any(name.startswith("unmask.ops.triton") for name in imports(at_import(tree))):
+            out.append(f"{here} needs ops.triton")
+        if room(path, source) not in {"ops", "bench"} and "ops.triton" in path.read_text(encoding="utf-8"):
+            out.append(f"{here} goes past unmask.ops")
     return out
 
 
@@ -109,6 +133,20 @@ def test_imports_go_one_way() -> None:
 
 def test_nothing_heavy_is_imported_below() -> None:
     assert heavy_at_import(SOURCE) == []
+
+
+def test_triton_stays_in_its_room() -> None:
+    assert triton_elsewhere(SOURCE) == []
+
+
+def test_importing_the_package_imports_no_triton() -> None:
+    """Ours; torch may look for it."""
+    code = (
+        "import sys, unmask, unmask.ops; print([name for name in sys.modules if name.startswith('unmask.ops.triton')])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE.parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +175,25 @@ def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
     write(tmp_path / "models/b.py", "def late():\n    import transformers")
     write(tmp_path / "ops/triton/c.py", "import triton")
     assert heavy_at_import(tmp_path) == ["core/a.py needs triton"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaints"),
+    [
+        ("ops/triton/a.py", "import triton\nfrom unmask.ops.triton import b", []),
+        ("ops/a.py", "def late():\n    from unmask.ops.triton import b", []),
+        ("ops/a.py", "def late():\n    import triton.language as tl", ["ops/a.py imports triton"]),
+        ("ops/a.py", "from unmask.ops import triton", ["ops/a.py needs ops.triton"]),
+        ("ops/a.py", "import unmask.ops.triton.b", ["ops/a.py needs ops.triton"]),
+        ("core/triton/a.py", "def late():\n    import triton", ["core/triton/a.py imports triton"]),
+        ("bench/a.py", "def late():\n    from unmask.ops.triton import b", []),
+        ("models/a.py", "def late():\n    from unmask.ops.triton import b", ["models/a.py goes past unmask.ops"]),
+        ("engine/a.py", "load('unmask.ops.triton.b')", ["engine/a.py goes past unmask.ops"]),
+    ],
+)
+def test_triton_elsewhere_is_seen(tmp_path: Path, file: str, text: str, complaints: list[str]) -> None:
+    write(tmp_path / file, text)
+    assert triton_elsewhere(tmp_path) == complaints
 
 
 def write(path: Path, text: str) -> None:

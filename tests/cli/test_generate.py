@@ -121,6 +121,13 @@ def test_an_unknown_method_is_told_before_anything_is_loaded(unmask, llm):
     assert not hasattr(llm, "options")
 
 
+@pytest.mark.parametrize("verb", ["generate x", "chat"])
+def test_an_unknown_quantization_is_told_before_anything_is_loaded(verb, unmask, llm):
+    result = unmask(*verb.split(), "--quantization", "fp9")
+    assert (result.exit_code, result.stderr) == (2, "error: quantization 'fp9' is unknown; did you mean 'fp8'?\n")
+    assert not hasattr(llm, "options")
+
+
 @pytest.mark.parametrize("verb", ["generate x", "chat", "train tiny --out run"])
 def test_an_unknown_device_is_told(verb, unmask, llm):
     result = unmask(*verb.split(), "--device", "gpu")

@@ -57,6 +57,10 @@ ENGINE_WORDS = {
     "gpu_memory_utilization": (["0.5"], 0.5),
     "enable_prefix_caching": ([], True),
     "allow_attention_mismatch": ([], True),
+    "enforce_eager": ([], True),
+    "enable_torch_compile": ([], True),
+    "kernels": (["reference"], "reference"),
+    "quantization": (["fp8"], "fp8"),
 }
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from unmask.cli import catalog, doctor, models, system
 from unmask.cli.catalog import DREAM, LAYOUT_ONLY, LLADA, PUBLISHED, TESTED, known_models
 from unmask.methods import METHODS
 
-GPU = system.Gpu("NVIDIA H200", 140 * 2**30, "570.1")
+GPU = system.Gpu("NVIDIA H200", 140 * 2**30, "570.1", "9.0")
 
 
 def test_sizes_give_the_published_counts():
@@ -81,9 +83,10 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
     def build(gpus=(), packages=None, ram=64 * 10**9):
+        packages = {"triton": "3.6.0"} | (packages or {})
         monkeypatch.setattr(system, "gpus", lambda: list(gpus))
         monkeypatch.setattr(system, "ram_bytes", lambda: ram)
-        monkeypatch.setattr(system, "version_of", lambda name: (packages or {}).get(name, "1.0"))
+        monkeypatch.setattr(system, "version_of", lambda name: packages.get(name, "1.0"))
         return doctor.examine()
 
     return build
@@ -137,6 +140,62 @@ def test_a_build_that_does_not_suit_the_gpu(machine, torch, fix):
     assert report.usable
 
 
+@pytest.mark.parametrize(
+    ("capability", "level", "what", "fix"),
+    [
+        ("9.0", "ok", "kernels and fp8", ""),
+        ("8.9", "ok", "kernels and fp8", ""),
+        ("12.0", "ok", "kernels and fp8", ""),
+        ("8.6", "note", "capability 8.6, and fp8 needs 8.9", "leave --quantization out"),
+        ("8.0", "note", "capability 8.0, and fp8 needs 8.9", "leave --quantization out"),
+        ("7.5", "note", "capability 7.5, and the GPU kernels need 8.0", "use an Ampere GPU"),
+        (None, "note", "the driver does not say the compute capability", "install a newer driver"),
+    ],
+)
+def test_a_gpu_that_is_too_old(machine, capability, level, what, fix):
+    report = machine(gpus=[dataclasses.replace(GPU, compute_cap=capability)])
+    finding = found(report, what)
+    assert (finding.level, finding.fix.startswith(fix)) == (level, True)
+    assert report.usable
+
+
+def test_every_kind_of_gpu_is_told_once(machine):
+    old = dataclasses.replace(GPU, name="Tesla T4", compute_cap="7.5")
+    told = [finding.what for finding in machine(gpus=[GPU, GPU, old]).findings if "compute capability" in finding.what]
+    assert [what.split(" has")[0] for what in told] == ["NVIDIA H200", "Tesla T4"]
+
+
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        ("3.1.0", "triton 3.1.0 is too old"),
+        ("2.3.1", "triton 2.3.1 is too old"),
+        ("3.8.0", "triton 3.8.0 is too new"),
+        ("4.0.0+git1", "triton 4.0.0+git1 is too new"),
+        ("nightly", "triton nightly is of unknown version"),
+    ],
+)
+def test_a_triton_that_the_kernels_are_not_tried_with(machine, version, what):
+    report = machine(gpus=[GPU], packages={"triton": version})
+    finding = found(report, what)
+    assert (finding.level, finding.fix) == ("note", "pip install 'triton>=3.2,<3.8'")
+    assert report.usable
+    assert not any("triton" in each.what for each in machine(packages={"triton": version}).findings)
+
+
+@pytest.mark.parametrize("version", ["3.2.0", "3.6.0", "3.7.1.post1"])
+def test_a_triton_that_suits(machine, version):
+    assert found(machine(gpus=[GPU], packages={"triton": version}), f"triton {version}").level == "ok"
+
+
+def test_a_gpu_without_triton(machine):
+    report = machine(gpus=[GPU], packages={"triton": None})
+    assert found(report, "triton not installed").fix == "pip install 'unmask[gpu]'"
+    assert [finding.what for finding in report.findings if "triton" in finding.what] == [
+        "extra gpu: triton not installed"
+    ]
+
+
 def test_cached_weights_and_tokens_are_seen_but_never_shown(machine, tmp_path, monkeypatch, unmask):
     snapshot = tmp_path / "models--GSAI-ML--LLaDA-1.5" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -165,9 +224,26 @@ def test_an_unreachable_hub_says_why(monkeypatch):
 
 
 def test_lines_of_nvidia_smi():
-    assert system.parse_gpu("NVIDIA H200, 143771, 570.1") == system.Gpu("NVIDIA H200", 143771 * 2**20, "570.1")
+    h200 = system.Gpu("NVIDIA H200", 143771 * 2**20, "570.1", "9.0")
+    assert system.parse_gpu("NVIDIA H200, 143771, 570.1, 9.0") == h200
+    assert system.parse_gpu("NVIDIA H200, 143771, 570.1, [N/A]") == dataclasses.replace(h200, compute_cap=None)
+    assert system.parse_gpu("NVIDIA H200, 143771, 570.1", 2) == dataclasses.replace(h200, compute_cap=None)
     assert system.parse_gpu("No devices were found") is None
-    assert system.parse_gpu("NVIDIA GB10, [N/A], 580.1") is None
+    assert system.parse_gpu("NVIDIA GB10, [N/A], 580.1, 12.1") is None
+
+
+def test_a_driver_that_does_not_know_the_question(monkeypatch):
+    asked = []
+
+    def run(query, **kwargs):  # noqa: ARG001
+        asked.append(query[1])
+        if "compute_cap" in query[1]:
+            raise subprocess.CalledProcessError(2, query)
+        return subprocess.CompletedProcess(query, 0, "Tesla T4, 15360, 450.80.02\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert system.gpus() == [system.Gpu("Tesla T4", 15360 * 2**20, "450.80.02")]
+    assert len(asked) == 2
 
 
 def test_where_the_hub_cache_is(monkeypatch):
@@ -190,5 +266,13 @@ def test_the_packages_are_those_of_the_project():
 
     everywhere = [line for line in project["dependencies"] if ";" not in line]  # the others are for some Pythons only
     assert names(everywhere) == system.REQUIRED
+    first, too_new = (".".join(map(str, each)) for each in system.TRITON_RANGE)
+    assert project["optional-dependencies"]["gpu"][0].startswith(f"triton>={first},<{too_new};")
     extras = {name: names(lines) for name, lines in project["optional-dependencies"].items() if name != "dev"}
     assert extras == dict(system.EXTRAS)
+
+
+def test_the_doctor_and_the_loader_agree_on_fp8():
+    from unmask.models.quantization import FP8_CAPABILITY
+
+    assert system.MIN_FP8 == FP8_CAPABILITY

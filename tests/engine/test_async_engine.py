@@ -234,10 +234,65 @@ def test_messages_and_text() -> None:
 # --- leaving
 
 
-async def leave_somehow(engine: AsyncEngine, asked: Asked, r: random.Random, number: int) -> None:
-    """Begin a request and end it at a random moment, in one of the ways that there are."""
+class Turns:
+    """One step at a time: each is held before it begins until all who read, leave or come have done so.
+
+    What is seated and what is queued when somebody leaves then hangs on steps alone, not on the machine's speed.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine, self._step = engine, engine.llm.engine.step
+        self._held, self._may = threading.Event(), threading.Semaphore(0)
+        self._turn = asyncio.Event()
+        engine.llm.engine.step = self._hold  # type: ignore[method-assign]
+
+    def _hold(self) -> None:
+        self._held.set()
+        self._may.acquire(timeout=SECONDS / 4)
+        self._step()
+
+    async def wait(self, count: int) -> None:
+        for _ in range(count):
+            await self._turn.wait()
+
+    async def enter(self, count: int) -> None:
+        """Wait among others: whether the second of two gets into a step that the first sets off, time decides."""
+        await self.wait(count)
+        assert self._held.is_set()
+
+    @staticmethod
+    async def _settle() -> None:
+        """More rounds of the event loop than lie between the engine's word and all that follows from it."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def give(self, everybody: asyncio.Future[Any]) -> None:
+        """Turns, from the first request on until everybody is done; then steps are free."""
+        try:
+            await until(self._held.is_set)
+            while not everybody.done():
+                await until(lambda: self._held.is_set() or not self._engine._inboxes)
+                held = self._held.is_set()
+                await self._settle()  # what the last step brought is read
+                self._turn.set()
+                self._turn = asyncio.Event()
+                await self._settle()
+                if held:
+                    self._held.clear()
+                    self._may.release()
+        finally:
+            self._engine.llm.engine.step = self._step  # type: ignore[method-assign]
+            self._may.release()
+
+
+Pause = Callable[[], Awaitable[Any]]
+
+
+async def leave_somehow(
+    engine: AsyncEngine, asked: Asked, r: random.Random, number: int, pause: Pause, moment: Pause
+) -> None:
+    """Begin a request and end it in one of the ways that there are: after a pause, or a moment after some chunk."""
     request_id, way = f"leaver-{number}", r.choice(["abort", "cancel", "close", "cancel at once"])
-    wait = r.random() * 0.2
 
     async def follow() -> None:
         async for chunk in engine.generate(*asked, request_id=request_id):
@@ -249,10 +304,11 @@ async def leave_somehow(engine: AsyncEngine, asked: Asked, r: random.Random, num
         async for _ in stream:
             if r.random() < 0.3:
                 break
+        await moment()
         await stream.aclose()
         return
     task = asyncio.create_task(follow())
-    await asyncio.sleep(0 if way == "cancel at once" else wait)
+    await (asyncio.sleep(0) if way == "cancel at once" else pause())
     if way == "abort":
         await engine.abort(request_id)
         await engine.abort(request_id)
@@ -262,44 +318,68 @@ async def leave_somehow(engine: AsyncEngine, asked: Asked, r: random.Random, num
         await asyncio.gather(task, return_exceptions=True)
 
 
-def leavers_and_stayers(method: str) -> None:
-    """50 requests that leave at random moments, many while queued, among 12 that stay; then one more."""
+def leavers_and_stayers(method: str, gone: list[int]) -> tuple[int, int]:
+    """50 requests that leave at random moments, many while queued, among 12 that stay; then one more.
+
+    40 leave at steps that are drawn, the other 10 when the clock says, so that any part of a step may be running.
+    Returns how many answers of the 40 ended in the queue and in a seat, from ``gone``, the seats of all who ended.
+    """
     stay, go = mixed(4, 12), mixed(5, 50)
     want = tiny_llm(method).generate([prompt for prompt, _ in stay], [params for _, params in stay])
 
-    async def work() -> None:
-        r = random.Random(6)
-        async with AsyncEngine(tiny_llm(method)) as engine:
+    async def work() -> tuple[int, int]:
+        async with AsyncEngine(tiny_llm(method, seats=6)) as engine:
+            turns = Turns(engine)
 
-            async def one(asked: Asked) -> RequestOutput:
-                await asyncio.sleep(r.random() * 0.5)
-                return (await read(engine.generate(*asked)))[1]
+            async def one(number: int, pause: Pause) -> None:
+                await pause()
+                assert facts((await read(engine.generate(*stay[number])))[1]) == facts(want[number])
 
-            async def leaver(number: int) -> None:
-                await asyncio.sleep(r.random() * 0.5)
-                await leave_somehow(engine, go[number], r, number)
+            async def leaver(number: int, enter: Pause, leave: Pause, moment: Pause) -> None:
+                await enter()
+                await leave_somehow(engine, go[number], random.Random(number), number, leave, moment)
 
-            stayers = [one(asked) for asked in stay]
-            leavers = [leaver(number) for number in range(50)]
-            outputs, _ = await asyncio.gather(asyncio.gather(*stayers), asyncio.gather(*leavers))
-            assert [facts(have) for have in outputs] == [facts(wanted) for wanted in want]
+            def steps(how: Callable[[int], Awaitable[None]], most: int) -> Pause:
+                count = r.randint(1, most)
+                return lambda: how(count)
+
+            def seconds(most: float) -> Pause:
+                length = r.random() * most
+                return lambda: asyncio.sleep(length)
+
+            r = random.Random(6)
+            stayers = [one(number, steps(turns.enter, 10)) for number in range(1, 7)]
+            stayers.append(one(0, lambda: turns.wait(0)))
+            leavers = [
+                leaver(n, steps(turns.enter, 10), steps(turns.wait, 40), lambda: turns.wait(1)) for n in range(40)
+            ]
+            everybody = asyncio.gather(*stayers, *leavers)
+            await turns.give(everybody)
+            await everybody
+            await quiet(engine)
+            queued, seated = sum(seat < 0 for seat in gone), sum(seat >= 0 for seat in gone)
+            stayers = [one(number, seconds(0.3)) for number in range(7, 12)]
+            leavers = [leaver(n, seconds(0.3), seconds(0.2), lambda: asyncio.sleep(0)) for n in range(40, 50)]
+            await asyncio.gather(*stayers, *leavers)
             await quiet(engine)
             stats = engine.stats()
             assert (stats.num_running, stats.num_waiting) == (0, 0)
             assert_whole(engine.llm)
-            assert facts((await read(engine.generate(*stay[0])))[1]) == facts(want[0])
+            await one(0, lambda: asyncio.sleep(0))
+            return queued, seated
 
-    run(work)
+    counts: tuple[int, int] = run(work)
+    return counts
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_b35_fifty_random_leavers(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seats: list[int] = []
+    gone: list[int] = []
     so_far = Stepper._so_far
-    monkeypatch.setattr(Stepper, "_so_far", lambda self, answer: seats.append(answer.seat) or so_far(self, answer))
-    leavers_and_stayers(method)
-    assert sum(seat < 0 for seat in seats) > 5, "too few were queued"
-    assert sum(seat >= 0 for seat in seats) > 5, "too few were seated"
+    monkeypatch.setattr(Stepper, "_so_far", lambda self, answer: gone.append(answer.seat) or so_far(self, answer))
+    queued, seated = leavers_and_stayers(method, gone)
+    assert queued > 5, "too few were queued"
+    assert seated > 5, "too few were seated"
 
 
 def one_leaves() -> None:

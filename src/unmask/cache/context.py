@@ -48,7 +48,10 @@ class PagedContext:
         counts_M: Tensor | None = None,
     ) -> None:
         self.plan = plan
-        self._pool, self._mass, self._counts_M = pool, mass, counts_M
+        self._pool, self._mass = pool, mass
+        self._mass_sum: ops.MassSum | None = None
+        if mass is not None and counts_M is not None:
+            self._mass_sum = ops.MassSum(counts_M, softmax=mass.softmax)
         self._cos, self._sin = rope.at(plan.pos_M)
         num_seats = len(plan.num_rows_S)
         pages_SP = pool.page_table_SP[:num_seats, : -(-capacity // PAGE_SIZE)]
@@ -76,23 +79,22 @@ class PagedContext:
                 **{**vars(sight), "live_SJ": live_SJ, "live_bits_MJ": live.bits_MJ, "shadow_SN": live.shadow_SN}
             )
         self.sight = sight
-        self._sum_SN: Tensor | None = None
 
-    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:
+    def project(self, layer: int, hidden: ops.Rows, weights: AttentionWeights) -> Tensor:
         """Writing comes before attention and is unconditional: the cache is what a later pass does not recompute."""
         k_E, v_E = self._pool.k[layer], self._pool.v[layer]
         qkv = weights.qkv
         return ops.project_and_store(hidden, qkv.weight, qkv.bias, self._cos, self._sin, self.write_M, k_E, v_E)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        k_E, v_E = self._pool.k[layer], self._pool.v[layer]
-        if self._mass is not None and self._counts_M is not None and self._mass.counts(layer):
-            seen_SN = ops.tracking_mass(q, k_E, self.sight, self._counts_M, softmax=self._mass.softmax)
-            self._sum_SN = seen_SN if self._sum_SN is None else self._sum_SN + seen_SN
-        return ops.attend(q, k_E, v_E, self.sight).flatten(-2)
+        counts = self._mass is not None and self._mass.counts(layer)
+        return ops.attend(
+            q, self._pool.k[layer], self._pool.v[layer], self.sight, self._mass_sum if counts else None
+        ).flatten(-2)
 
     def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
         """float32 [S, N]: the mean over the rows that counted, summed over layers; zeros if no layer counts."""
-        if self._sum_SN is None:
+        total_SN = None if self._mass_sum is None else self._mass_sum.total_SN()
+        if total_SN is None:
             return torch.zeros(len(num_counted_S), capacity, device=num_counted_S.device)
-        return (self._sum_SN[:, :capacity] / num_counted_S.clamp(min=1)[:, None]).float()
+        return (total_SN[:, :capacity] / num_counted_S.clamp(min=1)[:, None]).float()

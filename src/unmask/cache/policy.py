@@ -40,6 +40,10 @@ class CachePolicy:
 
     mass: MassSpec | None = None
     """What `observe` wants to know; None: nothing."""
+    refreshes: bool = True
+    """A request begins with a refresh."""
+    recurs: bool = False
+    """What a pass commits can make the next one a refresh."""
 
     def due(self, canvas: Canvas, limits: Limits) -> Tensor:
         """bool [S]: the next pass is a refresh."""
@@ -73,6 +77,8 @@ def _first_or_interval(canvas: Canvas, limits: Limits) -> Tensor:
 class Recompute(CachePolicy):
     """Everything, every time: exact, and the yardstick of all others."""
 
+    refreshes = False
+
     def due(self, canvas: Canvas, limits: Limits) -> Tensor:  # noqa: ARG002
         return torch.zeros_like(canvas.active_S)  # every pass is the same: nothing to wait for
 
@@ -85,6 +91,8 @@ class Recompute(CachePolicy):
 
 class Prefix(CachePolicy):
     """Fast-dLLM's prefix cache: the whole canvas when a block begins, then that block and all behind it."""
+
+    recurs = True
 
     def due(self, canvas: Canvas, limits: Limits) -> Tensor:
         return _first_or_interval(canvas, limits) | _begins(canvas)
@@ -99,6 +107,8 @@ class Prefix(CachePolicy):
 
 class Dual(CachePolicy):
     """Fast-dLLM's dual cache: the whole canvas when a block begins, then the rows of that block only."""
+
+    recurs = True
 
     def due(self, canvas: Canvas, limits: Limits) -> Tensor:
         return _first_or_interval(canvas, limits) | _begins(canvas)

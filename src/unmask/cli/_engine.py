@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
+from unmask.config import EngineConfig
 from unmask.errors import ConfigError
 from unmask.methods import Method, method_named
 
@@ -49,6 +50,7 @@ def load_llm(options: dict[str, Any], quiet: bool = False) -> Engine:
     """The engine, with a spinner on a terminal's stderr while it loads."""
     if options.get("method") is not None:
         method_named(options["method"])  # a typo is told before anything large is imported
+    EngineConfig(quantization=options.get("quantization"))  # so is this one
     console = Console(stderr=True)
     label = options.get("model") or "the model that ships"
     with nullcontext() if quiet or not console.is_terminal else console.status(f"loading {label}"):

@@ -76,12 +76,14 @@ def examine(online: bool = False) -> Report:
         "ram_bytes": ram,
         "gpus": [asdict(gpu) for gpu in gpus],
         "torch": torch,
+        "triton": system.version_of("triton"),
         "hub_cache": str(cache),
         "hub_cache_free_bytes": system.free_disk(cache),
         "HF_TOKEN": "set" if os.environ.get("HF_TOKEN") else "not set",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "not set"),
     }
-    report.findings = [*packages(), *accelerator(torch, gpus), *extras(gpus), *weights(), *hub(online)]
+    on_gpu = [*accelerator(torch, gpus), *capabilities(gpus), *compiler(gpus)]
+    report.findings = [*packages(), *on_gpu, *extras(gpus), *weights(), *hub(online)]
     memory = max((gpu.memory_bytes for gpu in gpus), default=ram)
     for model in known_models():
         cached = model.sizes is not None if "/" not in model.name else system.is_cached(cache, model.name)
@@ -111,6 +113,45 @@ def accelerator(torch: str | None, gpus: list[system.Gpu]) -> list[Finding]:
         need = system.MIN_DRIVER[build[2:4]]
         return [Finding("note", f"driver {gpus[0].driver} is too old for {build}", f"install driver {need} or newer")]
     return [Finding("ok", f"torch {torch} suits {gpus[0].name}, driver {gpus[0].driver}")]
+
+
+def capabilities(gpus: list[system.Gpu]) -> list[Finding]:
+    """What the GPUs are too old for. One of each kind is told."""
+    found = []
+    for name, capability in dict.fromkeys((gpu.name, gpu.compute_cap) for gpu in gpus):
+        have = system.numbers(capability or "")
+        if have is None:
+            what = f"the driver does not say the compute capability of {name}"
+            found.append(
+                Finding("note", what, f"install a newer driver; the kernels need {_dotted(system.MIN_KERNELS)}")
+            )
+        elif have < system.MIN_KERNELS:
+            what = f"{name} has compute capability {capability}, and the GPU kernels need {_dotted(system.MIN_KERNELS)}"
+            found.append(Finding("note", what, "use an Ampere GPU (A100, RTX 30) or a later one, or --device cpu"))
+        elif have < system.MIN_FP8:
+            what = f"{name} has compute capability {capability}, and fp8 needs {_dotted(system.MIN_FP8)}"
+            found.append(Finding("note", what, "leave --quantization out, or use an Ada or Hopper GPU or a later one"))
+        else:
+            found.append(Finding("ok", f"{name} has compute capability {capability}: kernels and fp8"))
+    return found
+
+
+def compiler(gpus: list[system.Gpu]) -> list[Finding]:
+    """Whether Triton, if it is here, is one that the kernels are tried with; `extras` tells when it is not."""
+    version = system.version_of("triton") if gpus else None
+    if version is None:
+        return []
+    first, too_new = system.TRITON_RANGE
+    allowed = f"triton>={_dotted(first)},<{_dotted(too_new)}"
+    have = system.numbers(version)
+    if have is not None and first <= have < too_new:
+        return [Finding("ok", f"triton {version}")]
+    age = "too old" if have is not None and have < first else "too new" if have is not None else "of unknown version"
+    return [Finding("note", f"triton {version} is {age}: the kernels need {allowed}", f"pip install '{allowed}'")]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def extras(gpus: list[system.Gpu]) -> list[Finding]:
@@ -179,10 +220,15 @@ def draw(report: Report, console: Console) -> None:
 
 def _fact(name: str, value: Any) -> str:
     if name == "gpus":
-        return ", ".join(f"{gpu['name']} ({gigabytes(gpu['memory_bytes'])})" for gpu in value) or "none"
+        return ", ".join(map(_gpu, value)) or "none"
     if name.endswith("_bytes"):
         return gigabytes(value)
     return "not installed" if value is None else str(value)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    capability = f", compute capability {gpu['compute_cap']}" if gpu["compute_cap"] else ""
+    return f"{gpu['name']} ({gigabytes(gpu['memory_bytes'])}{capability})"
 
 
 def _fit_table(fits: list[dict[str, Any]]) -> Table:

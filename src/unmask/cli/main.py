@@ -27,6 +27,7 @@ VERBS = {
     "chat": "unmask.cli.chat:chat",
     "problems": "unmask.cli.problems:problems",
     "train": "unmask.cli.train:train",
+    "bench": "unmask.cli.bench:app",
     "models": "unmask.cli.models:models",
     "methods": "unmask.cli.models:methods",
     "doctor": "unmask.cli.doctor:doctor",
@@ -39,8 +40,11 @@ BROKEN_PIPE = 141
 def load_verb(name: str) -> Any:
     """The command behind a verb; its module is imported here and not before."""
     module, function = VERBS[name].split(":")
+    found = getattr(importlib.import_module(module), function)
+    if isinstance(found, typer.Typer):  # a verb with verbs of its own
+        return typer.main.get_command(found)
     app = typer.Typer(add_completion=False)
-    app.command(name)(getattr(importlib.import_module(module), function))
+    app.command(name)(found)
     return typer.main.get_command(app)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -29,6 +30,12 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("matplotlib",),
     "eval": ("lm-eval",),
 }
+TRITON_RANGE = ((3, 2), (3, 8))
+"""Versions of Triton that the extra gpu allows: the first, and the first that is too new."""
+MIN_KERNELS = (8, 0)
+"""Compute capability that the kernels are written for: bf16 on tensor cores, asynchronous copies."""
+MIN_FP8 = (8, 9)
+"""Compute capability of the first GPUs that multiply 8-bit floats."""
 MIN_DRIVER = {"11": 450, "12": 525, "13": 580}
 """Oldest Linux driver that runs each major CUDA version (NVIDIA's compatibility table)."""
 
@@ -40,6 +47,8 @@ class Gpu:
     name: str
     memory_bytes: int
     driver: str
+    compute_cap: str | None = None
+    """Such as 9.0; None where the driver is too old to say."""
 
 
 def version_of(package: str) -> str | None:
@@ -73,21 +82,32 @@ def _container_limit(file: Path) -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that nvidia-smi knows; none without it."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [gpu for line in answer.splitlines() if (gpu := parse_gpu(line))]
+    """The GPUs that nvidia-smi knows; none without it. Drivers before 2022 refuse the question for compute_cap."""
+    for fields in ("name,memory.total,driver_version,compute_cap", "name,memory.total,driver_version"):
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        except subprocess.CalledProcessError:
+            continue
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return [gpu for line in answer.splitlines() if (gpu := parse_gpu(line, fields.count(",")))]
+    return []
 
 
-def parse_gpu(line: str) -> Gpu | None:
-    """``name, MiB, driver``; None where nvidia-smi has no number to give."""
-    parts = [part.strip() for part in line.rsplit(",", 2)]
-    if len(parts) != 3 or not parts[1].isdigit():
+def parse_gpu(line: str, num_commas: int = 3) -> Gpu | None:
+    """``name, MiB, driver`` and perhaps ``, compute capability``; None where nvidia-smi has no number to give."""
+    parts = [part.strip() for part in line.rsplit(",", num_commas)]
+    if len(parts) != num_commas + 1 or not parts[1].isdigit():
         return None
-    return Gpu(parts[0], int(parts[1]) * 2**20, parts[2])
+    capability = parts[3] if num_commas == 3 and numbers(parts[3]) else None
+    return Gpu(parts[0], int(parts[1]) * 2**20, parts[2], capability)
+
+
+def numbers(version: str) -> tuple[int, int] | None:
+    """Major and minor of ``3.6.0+git`` or ``9.0``; None where there are none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def torch_build(version: str) -> str:

@@ -5,7 +5,8 @@ S seats, N canvas positions, E end-of-text ids. Every tensor is allocated once a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,6 +188,11 @@ class Canvas:
             if isinstance(value, Tensor):
                 getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
         return larger
+
+    def first(self, num_seats: int) -> Canvas:
+        """The first seats: the same tensors, not copies."""
+        first: dict[str, Any] = {k: v[:num_seats] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **first)
 
     def commit(
         self, chosen_SN: Tensor, token_SN: Tensor, prob_SN: Tensor, eos_SE: Tensor, *, new_pass: bool = True

@@ -6,6 +6,7 @@ S seats, T schedule steps, E ending ids, B banned ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -339,6 +340,14 @@ class DecodeParams:
         self.needs = Needs()
         for each in self._seat_needs:
             self.needs |= each
+
+    def first(self, num_seats: int) -> DecodeParams:
+        """The first seats' tables, the same tensors; `needs` stays as it is now."""
+        out = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(out, name, value[:num_seats])
+        return out
 
     def grown(self, num_seats: int, num_steps: int) -> DecodeParams:
         """Larger tables with the same seats in the same places."""

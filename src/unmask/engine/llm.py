@@ -17,11 +17,23 @@ from unmask.engine.scoring import Model
 from unmask.engine.stepper import Stepper
 from unmask.errors import ConfigError
 from unmask.methods import Method, method_named
+from unmask.models.config import ModelConfig
 from unmask.models.loading import load_model, resolve_checkpoint
 from unmask.models.tokenizer import Tokenizer
 
 SHIPPED_MODEL = "unmask-mini"
 FAMILY_METHOD = {"llada": "confidence", "dream": "dream"}
+BLOCK_CAUSAL_METHOD = "d2f"
+
+
+def default_method(config: ModelConfig) -> str:
+    """The method of a model for which nobody names one: what its checkpoint recommends, else one that its attention
+    was trained for, else its family's."""
+    if recommended := config.generation.get("method"):
+        return str(recommended)
+    if config.attention == "block_causal":
+        return BLOCK_CAUSAL_METHOD
+    return FAMILY_METHOD.get(config.family, "confidence")
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -69,9 +81,10 @@ class LLM:
         **engine: Any,
     ) -> None:
         self.engine_config = EngineConfig(**engine)
-        self.model, self.tokenizer = _load(model, tokenizer, dtype, _device(device), revision)
+        quantization = self.engine_config.quantization
+        self.model, self.tokenizer = _load(model, tokenizer, dtype, _device(device), revision, quantization)
         config = self.model.config
-        chosen = method or config.generation.get("method") or FAMILY_METHOD.get(config.family, "confidence")
+        chosen = method or default_method(config)
         self.method = chosen if isinstance(chosen, Method) else method_named(chosen)
         self.max_model_len = self.engine_config.max_model_len or config.max_positions
         if self.max_model_len > config.max_positions:
@@ -182,12 +195,18 @@ def _load(
     dtype: str | torch.dtype,
     device: torch.device,
     revision: str | None,
+    quantization: str | None,
 ) -> tuple[Model, Any]:
     """The network, and its tokenizer if there is one."""
     if model is not None and not isinstance(model, (str, Path)):
+        if quantization is not None:
+            raise ConfigError(
+                f"quantization={quantization!r} is for a checkpoint that is loaded; a network that is already there is "
+                "quantised with unmask.models.quantization.quantize_"
+            )
         return model, tokenizer
     directory = resolve_checkpoint(model or SHIPPED_MODEL, revision)
-    network = load_model(directory, dtype=dtype, device=device)
+    network = load_model(directory, dtype=dtype, device=device, quantization=quantization)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_pretrained(resolve_checkpoint(tokenizer, None))
     return network, tokenizer if tokenizer is not None else Tokenizer.from_pretrained(directory)

@@ -39,6 +39,10 @@ class Answer:
     """Tokens that the chunks so far hold."""
     seat: int = -1
     twin: int = -1
+    due: bool = True
+    """Its next pass is a refresh, as far as the host knows."""
+    num_steps: int = 0
+    """Steps that the host knows of."""
 
     def stream(self, chunk: StreamChunk) -> None:
         """Queue a chunk for whoever watches."""

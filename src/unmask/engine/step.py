@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,8 +32,12 @@ from unmask.engine.stats import Stats
 from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
-READBACK = ("num_settled", "end", "num_steps", "num_undecided", "num_rows", "num_accepted", "overflow", "active")
-"""Columns of what a step tells the host."""
+READBACK = (
+    *("num_settled", "end", "num_steps", "num_undecided", "num_rows", "num_accepted", "overflow", "active"),
+    *("due", "num_forward", "total_rows"),
+)
+"""Columns of what a step tells the host; those of the last three are about the request, up to now: whether its next
+pass is a refresh, its passes, its rows."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Budgets:
     """Canvas rows of a pass."""
     num_scored: int
     """Candidates that are scored."""
+    refreshes: bool = True
+    """Rows for a whole canvas. Without, a seat whose pass is a refresh stands still until a ragged step has run it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class _Turn:
 class Step:
     """The step over tensors that stay where they are. Call it, or capture it and replay: the same functions run.
 
-    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 8] holds `READBACK`. Without
+    A seat whose canvas is inactive has no rows and does not change. `readback` int32 [S, 11] holds `READBACK`. Without
     ``budgets`` it is ragged. With ``compiled`` the parts around the network go through torch.compile.
     """
 
@@ -122,7 +129,7 @@ class Step:
         self.saved_SD = torch.zeros(num_seats, model.head.shape[1], dtype=model.head.dtype, device=device)
         self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
         self.run_SN = torch.zeros_like(canvas.final_SN)
-        """bool [S, N]: canvas positions that ran in the last pass; for viewers, kept by ragged steps only."""
+        """bool [S, N]: canvas positions that ran in the last pass; for viewers."""
         self._check_sizes()
         if compiled:
             self._compile()
@@ -133,6 +140,16 @@ class Step:
             self.readback = self.readback.new_zeros(canvas.num_seats, len(READBACK))
             self.run_SN = torch.zeros_like(canvas.final_SN)
         self.canvas, self.params = canvas, params
+
+    def fixed(self, num_seats: int, budgets: Budgets, *, compiled: bool = False) -> Step:
+        """The step of the first seats in fixed shape, over this one's tensors, for what requests need now."""
+        step = copy(self)
+        step.canvas, step.params = self.canvas.first(num_seats), self.params.first(num_seats)
+        step.budgets, step.stats, step.drafter = budgets, None, copy(self.drafter)
+        step.readback, step.run_SN = self.readback[:num_seats], self.run_SN[:num_seats]
+        if compiled:
+            step._compile()
+        return step
 
     def _check_sizes(self) -> None:
         """A drafter must suit the network, and its static shapes must fit the step's."""
@@ -150,7 +167,7 @@ class Step:
 
     def _compile(self) -> None:
         """Fuse everything but the network and the head: dozens of small kernels become a few."""
-        own = ("look", "_plan", "_with_saved", "_again_plan", "_end")
+        own = ("look", "hold", "_plan", "_with_saved", "_again_plan", "_end")
         for owner, names in ((self, own), (self.drafter, self.drafter.parts)):
             for name in names:
                 setattr(owner, name, torch.compile(getattr(owner, name), fullgraph=True, dynamic=False))
@@ -159,8 +176,13 @@ class Step:
         return self.stats.time(part) if self.stats is not None else nullcontext()
 
     def __call__(self) -> None:
-        """One step of every active seat."""
-        self.run(self.look())
+        """One step of every active seat, but for refreshes that the budgets have no rows for."""
+        look = self.look()
+        if self.budgets is None or self.budgets.refreshes:
+            self.run(look)
+            return
+        self.run(self.hold(look, look.due_S))
+        self.let_go(look.due_S)
 
     # --- before the forward
 
@@ -253,6 +275,8 @@ class Step:
             self._end(work.plan.num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
         if self.budgets is None:
             self.run_SN = look.run_SN
+        else:
+            self.run_SN.copy_(look.run_SN)
 
     def _forward(self, plan: RowPlan, counts_M: Tensor | None = None) -> tuple[Tensor, PagedContext]:
         with self._time("forward"):
@@ -363,6 +387,9 @@ class Step:
             num_accepted_S,
             overflow_S,
             canvas.active_S,
+            self.policy.due(canvas, self.params),
+            canvas.num_forward_S,
+            canvas.rows_S,
         )
         self.readback.copy_(torch.stack([column.int() for column in columns], 1))
         canvas.active_S &= num_undecided_S[canvas.leader_or_self_S()] > 0  # a twin rests when its leader does

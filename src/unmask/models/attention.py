@@ -58,6 +58,16 @@ class RopeTable:
         return angle.cos(), angle.sin()
 
 
+class Linear(nn.Linear):
+    """A product that may run as one of our kernels."""
+
+    fp8 = False
+    """The product takes its rows in 8 bits."""
+
+    def forward(self, x: ops.Rows) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
 class AttentionWeights(nn.Module):
     """One layer's projections: `qkv` [(H + 2 Hkv) * hd, D], fused, with a bias where the family has one, and `out`
     [D, H * hd]."""
@@ -65,10 +75,10 @@ class AttentionWeights(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, qkv_bias: bool) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
-        self.out = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.qkv = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias)
+        self.out = Linear(num_heads * head_dim, hidden_size, bias=False)
 
-    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, hidden: ops.Rows) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., H, hd], k and v [.., Hkv, hd] of the rows `hidden` [.., D]; no rotation yet."""
         heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
@@ -81,7 +91,7 @@ class AttentionContext(Protocol):
     Rows keep the shape [..] in which the caller gave the tokens; the context knows their positions.
     """
 
-    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:
+    def project(self, layer: int, hidden: ops.Rows, weights: AttentionWeights) -> Tensor:
         """Queries [.., H, hd] after rotation of the normed rows `hidden` [.., D]; k and v land where this context
         keeps them."""
         ...
@@ -104,7 +114,7 @@ class DenseContext:
         self._see, self._mask = see, mask
         self._kv: tuple[Tensor, Tensor] | None = None
 
-    def project(self, layer: int, hidden: Tensor, weights: AttentionWeights) -> Tensor:  # noqa: ARG002
+    def project(self, layer: int, hidden: ops.Rows, weights: AttentionWeights) -> Tensor:  # noqa: ARG002
         q, k, v = weights.split(hidden)
         self._kv = ops.rope(k, self._cos, self._sin), v
         return ops.rope(q, self._cos, self._sin)

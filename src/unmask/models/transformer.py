@@ -5,12 +5,14 @@ D hidden size, F MLP size, V vocabulary, H query heads, Hkv key heads, hd head s
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unmask import ops
-from unmask.models.attention import AttentionContext, AttentionWeights, RopeTable
+from unmask.models.attention import AttentionContext, AttentionWeights, Linear, RopeTable
 from unmask.models.config import ModelConfig
 
 
@@ -22,8 +24,12 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, *, fp8: bool = False) -> ops.Rows:
+        return ops.rms_norm(x, self.weight, self.eps, fp8=fp8)
+
+    def add(self, x: Tensor, delta: Tensor, *, fp8: bool = False) -> tuple[Tensor, ops.Rows]:
+        """x + delta, and its norm; ``fp8`` for a product in 8 bits."""
+        return ops.add_rms_norm(x, delta, self.weight, self.eps, fp8=fp8)
 
 
 class MLP(nn.Module):
@@ -31,11 +37,11 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down = Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(ops.swiglu(self.gate_up(x)))
+    def forward(self, x: ops.Rows) -> Tensor:
+        out: Tensor = self.down(ops.linear_swiglu(x, self.gate_up.weight, fp8=self.down.fp8))
         return out
 
 
@@ -56,11 +62,16 @@ class Layer(nn.Module):
         self.mlp_norm = Norm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, ctx: AttentionContext) -> Tensor:
-        q = ctx.project(self.index, self.attn_norm(x), self.attn)
-        x = x + self.attn.out(ctx.attend(self.index, q))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+    def forward(self, x: Tensor, delta: Tensor | None, ctx: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The stream, and what is still to be added to it: each addition is one with the norm that follows."""
+        fp8 = self.attn.qkv.fp8
+        if delta is None:
+            normed = self.attn_norm(x, fp8=fp8)
+        else:
+            x, normed = self.attn_norm.add(x, delta, fp8=fp8)
+        q = ctx.project(self.index, normed, self.attn)
+        x, normed = self.mlp_norm.add(x, self.attn.out(ctx.attend(self.index, q)), fp8=self.mlp.gate_up.fp8)
+        return x, self.mlp(normed)
 
 
 class Transformer(nn.Module):
@@ -95,11 +106,10 @@ class Transformer(nn.Module):
 
     def forward(self, token: Tensor, ctx: AttentionContext) -> Tensor:
         """Hidden rows [.., D] after the final norm, of the tokens `token` int [..]."""
-        x = self.embed(token)
+        x, delta = self.embed(token), None
         for layer in self.layers:
-            x = layer(x, ctx)
-        out: Tensor = self.norm(x)
-        return out
+            x, delta = layer(x, delta, ctx)
+        return cast(Tensor, self.norm(x) if delta is None else self.norm.add(x, delta)[1])  # 8 bits were not asked for
 
     @property
     def head(self) -> Tensor:

@@ -112,11 +112,38 @@ class Group:
         )
 
 
-def attend(q_M: Tensor, k_E: Tensor, v_E: Tensor, sight: Sight) -> Tensor:
+@dataclass
+class MassSum:
+    """Tracking mass of the rows ``counts`` bool [M], summed over all layers that are attended with this object."""
+
+    counts_M: Tensor
+    softmax: bool = False
+    """Attention weights instead of raw q . k; see `tracking_mass`."""
+    sum_SN: Tensor | None = None
+    part_SHN: Tensor | None = None
+    """What kernels summed, key heads [S, Hkv, N] apart, so that one addition a pass goes over them and not one a layer;
+    of raw q . k only, not divided by the number of heads."""
+    num_heads: int = 1
+
+    def add(self, mass_SN: Tensor) -> None:
+        """One more layer."""
+        self.sum_SN = mass_SN if self.sum_SN is None else self.sum_SN + mass_SN
+
+    def total_SN(self) -> Tensor | None:
+        """fp32 (or wider) [S, N]; None before the first layer."""
+        if self.part_SHN is None:
+            return self.sum_SN
+        part_SN = self.part_SHN.sum(1) / self.num_heads
+        return part_SN if self.sum_SN is None else self.sum_SN + part_SN
+
+
+def attend(q_M: Tensor, k_E: Tensor, v_E: Tensor, sight: Sight, mass: MassSum | None = None) -> Tensor:
     """Rows ``q`` [M, H, hd] over the entries ``k``, ``v`` [E, Hkv, hd] of one layer; returns [M, H, hd].
 
-    Rows that see nothing get zeros.
+    Rows that see nothing get zeros. With ``mass`` the layer's tracking mass is added to it.
     """
+    if mass is not None:
+        mass.add(tracking_mass(q_M, k_E, sight, mass.counts_M, softmax=mass.softmax))
     out_M = torch.empty_like(q_M) if sight.per_seat is None else torch.zeros_like(q_M)
     for group in sight.groups:
         keys, values = k_E[group.entry_gK], v_E[group.entry_gK]

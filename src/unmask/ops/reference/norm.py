@@ -1,4 +1,4 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm, alone and behind the addition to the stream."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return unit.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The stream after ``delta`` was added to it, and its norm: what stands between any two products of a layer."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)

@@ -5,15 +5,16 @@ M rows, D hidden size, H query heads, Hkv key heads, hd head size, E entries
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from unmask.ops.reference.fp8 import Fp8Rows, Fp8Weight
+from unmask.ops.reference.linear import linear
 from unmask.ops.reference.rope import rope
 
 
 def project_and_store(
-    hidden_MD: Tensor,
-    weight: Tensor,
+    hidden_MD: Tensor | Fp8Rows,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     cos_M: Tensor,
     sin_M: Tensor,
@@ -29,7 +30,7 @@ def project_and_store(
     where any of them may win; no other entry is written twice in a pass.
     """
     num_kv_heads, head_dim = k_E.shape[1:]
-    heads = F.linear(hidden_MD, weight, bias).unflatten(-1, (-1, head_dim))
+    heads = linear(hidden_MD, weight, bias).unflatten(-1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q_M, k_M, v_M = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     k_E.index_copy_(0, write_M, rope(k_M, cos_M, sin_M).to(k_E.dtype))
