@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unmask.bench.timing import seconds_a_call
+from unmask.bench.timing import median_seconds, seconds_a_call
 from unmask.models.config import ModelConfig
 
 
@@ -52,21 +52,31 @@ def measure_ceilings(
     size: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Ceilings:
-    """A copy on the device of ``num_bytes``, and a square matrix product of random numbers (zeros would draw less power
-    and run at a higher clock). Unsaid sizes suit the device."""
+    """The best of several: copies on the device of ``num_bytes`` (by the driver, and by a kernel that writes the
+    negative of what it reads), and matrix products of random numbers (zeros would draw less power and run at a higher
+    clock), square and of half as many rows. Unsaid sizes suit the device."""
     on_gpu = torch.device(device).type == "cuda"
-    num_bytes, size = num_bytes or (1 << 30 if on_gpu else 1 << 24), size or (8192 if on_gpu else 256)
+    num_bytes, size = num_bytes or (2 << 30 if on_gpu else 1 << 24), size or (8192 if on_gpu else 256)
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    copied = _seconds_to_copy(num_bytes, device)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    multiplied = seconds_a_call(lambda _: torch.mm(a, b, out=out), 4, device)
-    return Ceilings(2 * num_bytes / copied, 2 * size**3 / multiplied)
+    copied = min(_seconds_to_copy(num_bytes, device, dtype))
+    rates = [
+        2 * num_rows * size**2 / _seconds_to_multiply(num_rows, size, device, dtype) for num_rows in (size, size // 2)
+    ]
+    return Ceilings(2 * num_bytes / copied, max(rates))
 
 
-def _seconds_to_copy(num_bytes: int, device: torch.device | str) -> float:
-    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return seconds_a_call(lambda _: target.copy_(source), 4, device)
+def _seconds_to_copy(num_bytes: int, device: torch.device | str, dtype: torch.dtype) -> tuple[float, float]:
+    source, target = (torch.ones(num_bytes // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
+    return (
+        median_seconds(lambda: target.copy_(source), device),
+        median_seconds(lambda: torch.neg(source, out=target), device),
+    )
+
+
+def _seconds_to_multiply(num_rows: int, size: int, device: torch.device | str, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(count, size, device=device).to(dtype) for count in (num_rows, size))
+    out = torch.empty(num_rows, size, device=device, dtype=dtype)
+    return seconds_a_call(lambda _: torch.mm(a, b.T, out=out), 4, device)
 
 
 # Operations, each of a bf16 network unless ``size`` (bytes of a number) says otherwise

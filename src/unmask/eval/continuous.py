@@ -2,7 +2,8 @@
 every answer that came out is compared with the same request alone.
 
 Networks of random weights in float64: two runs of one request agree to the last decision unless the engine mixes
-requests up, reads what it should not, or forgets something between steps.
+requests up, reads what it should not, or forgets something between steps. In float32 on a GPU the crowd runs captured
+steps and kernels and the request alone neither: now and then a decision is as close as the two differ in rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from unmask.config import SamplingParams
 from unmask.engine.axes import Axes
+from unmask.engine.graphs import FixedSteps
 from unmask.engine.llm import LLM
 from unmask.engine.memory import bytes_for
 from unmask.engine.outputs import CompletionOutput
@@ -55,9 +57,34 @@ SERVED: tuple[tuple[str, str], ...] = (
 """Methods, and the network each is served with."""
 
 
-def network(name: str, seed: int = 0) -> Transformer:
+@dataclass(frozen=True)
+class Way:
+    """How the crowd is run; the request alone runs eagerly and in plain torch."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float64
+    fixed: bool = False
+    """Ordinary passes in fixed shape: captured on a GPU, elsewhere the same program launched as it is."""
+    head_dim: int = 12
+    """16 is a size that kernels take."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"device": self.device, "enforce_eager": not self.fixed}
+
+
+PLAIN = Way()
+
+
+def network(name: str, seed: int = 0, way: Way = PLAIN) -> Transformer:
     """A small network of random weights, sharp enough that thresholds are met now and then."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "head_dim": 12}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 4 * way.head_dim,
+        "num_layers": 3,
+        "num_heads": 4,
+        "head_dim": way.head_dim,
+    }
     facts: dict[str, Any] = {
         "family": "llada",
         "intermediate_size": 96,
@@ -73,7 +100,7 @@ def network(name: str, seed: int = 0) -> Transformer:
     }
     model = Transformer(ModelConfig(**sizes | facts | NETWORKS[name]), dtype=torch.float64)
     model.init_weights(std=0.35, generator=torch.Generator().manual_seed(seed))
-    return model.eval()
+    return model.to(way.device, way.dtype).eval()
 
 
 @dataclass(frozen=True)
@@ -134,15 +161,18 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
     return said | {name: r.choice(values) for name, values in choices.items() if name in row.reads and r.random() < 0.6}
 
 
-def engine(method: str, network_name: str, seats: int, **more: Any) -> LLM:
+def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more: Any) -> LLM:
     """An engine that serves a method's load."""
-    settings = {"tokenizer": None, "device": "cpu", "max_num_seqs": seats, "allow_attention_mismatch": True}
-    return LLM(network(network_name), method=method, **settings | more)
+    settings = {"tokenizer": None, "max_num_seqs": seats, "allow_attention_mismatch": True}
+    llm = LLM(network(network_name, way=way), method=method, **settings | way.options | more)
+    if way.fixed and llm.engine.fixed is None:
+        llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=lambda step: step)
+    return llm
 
 
-def _pool_bytes(method: str, network_name: str, seats: int) -> int:
+def _pool_bytes(method: str, network_name: str, seats: int, way: Way) -> int:
     """Memory of `NUM_PAGES`, the trash page, and the seats' scratch entries."""
-    model = network(network_name)
+    model = network(network_name, way=way)
     return bytes_for(model, Axes.of(METHODS[method], model.config), num_pages=NUM_PAGES, num_seats=seats)
 
 
@@ -199,14 +229,17 @@ class Outcome:
     """Pages that nobody gave back."""
 
 
-def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8) -> Outcome:
+def compare(
+    method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8, way: Way = PLAIN
+) -> Outcome:
     """Run a load, then each of its requests alone. A small row budget makes refreshes wait, a small pool admissions."""
     llm = engine(
         method,
         network_name,
         seats,
+        way,
         max_num_batched_tokens=192,
-        kv_cache_memory_bytes=_pool_bytes(method, network_name, seats),
+        kv_cache_memory_bytes=_pool_bytes(method, network_name, seats, way),
     )
     counts = {"waits": 0, "most": 0}
     who_waits = llm.engine._who_waits
@@ -214,13 +247,19 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
     def counted(look: Any) -> list[Answer]:
         waits = who_waits(look)
         counts["waits"] += len(waits)
-        counts["most"] = max(counts["most"], sum(len(each.seats) for each in llm.engine.scheduler.running))
         return waits
 
-    llm.engine._who_waits = counted  # type: ignore[method-assign]
+    seat = llm.engine._seat
+
+    def seated(answer: Answer) -> None:
+        seat(answer)
+        counts["most"] = max(counts["most"], sum(len(each.seats) for each in llm.engine.scheduler.running))
+
+    llm.engine._who_waits, llm.engine._seat = counted, seated  # type: ignore[method-assign]
     requests = load(method, count, seed)
     outcomes = dict(together(llm, requests))
-    solo = engine(method, network_name, 2, enable_prefix_caching=False)
+    eager = dataclasses.replace(way, fixed=False)
+    solo = engine(method, network_name, 2, eager, enable_prefix_caching=False, kernels="reference")
     different = [
         number
         for number, out in outcomes.items()

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unmask.ops.reference.fp8 import LARGEST, SMALLEST, Fp8Rows, Fp8Weight
+from unmask.ops.triton import linear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_COLUMNS = 32_768
@@ -64,11 +65,18 @@ def linear_fp8(x: Tensor | Fp8Rows, weight: Fp8Weight, bias: Tensor | None = Non
 
 
 def product(value: Tensor, scale: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """Quantised rows, value [.., D] and scale [..], times the weight, plus the bias; returns bf16 [.., N]."""
+    """Quantised rows, value [.., D] and scale [..], times the weight, plus the bias; returns bf16 [.., N].
+
+    Where our kernel has been measured to be faster it is ours, else the library's.
+    """
     value_MD = value.reshape(-1, value.shape[-1])
     if len(value_MD) == 0:
         return torch.empty(*value.shape[:-1], len(weight), dtype=torch.bfloat16, device=value.device)
-    out_MN: Tensor = torch._scaled_mm(
+    tile = linear.faster_fp8(len(value_MD), weight)
+    if tile is not None:
+        out_MN = linear.linear_fp8(value_MD, scale.reshape(-1), weight, bias, tile=tile)
+        return out_MN.reshape(*value.shape[:-1], len(weight))
+    out_MN = torch._scaled_mm(
         value_MD,
         weight.value_ND.t(),
         scale_a=scale.reshape(-1, 1),

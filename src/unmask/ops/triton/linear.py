@@ -3,7 +3,8 @@
 The library loses a fifth of the bandwidth to the launch, the first loads and the last programs of products that take
 26 us each. Here a program keeps its loads deep, brings its first weights into the cache while the kernel before it
 still runs (``pdl``), and may take a share of K only: whoever reads the product then adds the shares in a fixed order,
-so no result depends on which program was first.
+so no result depends on which program was first. Factors of 8 bits (e4m3) run through the same loop: their shares are
+bare sums, and the two scales come once, where the shares are added.
 
 M rows, N weight rows (output columns), K weight columns, Z shares of K
 """
@@ -18,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from unmask.ops.reference.fp8 import Fp8Weight
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,6 +48,9 @@ class Tile:
     """Tiles come by tensor descriptor, without address registers; else by pointers, which take any stride."""
     prefetch: int = 256
     """Columns of each weight row that go to the cache before the program waits for the kernel before it."""
+    promote: int = 0
+    """8-bit factors: columns, at most ``depth``, that the tensor cores add up before their sum joins one of full fp32;
+    0 leaves all to them, which keep 14 bits of a sum."""
 
 
 TILES: dict[tuple[int, int, int], Tile] = {}
@@ -58,6 +64,9 @@ activation take 52.0 us at 32 rows and 55.5 at 128, the library's product with a
 launch, which hides 1 to 3 us of a product alone, costs 27 us a layer in the chain at 32 rows: programs that wait hold
 the shared memory that the ones in front still need (docs/kernels.md)."""
 
+FP8_TILES: dict[tuple[int, int, int], Tile] = {}
+"""The same for 8-bit factors, against `torch._scaled_mm`."""
+
 
 def supported(x: Tensor, weight: Tensor) -> bool:
     """Whether these kernels take the call: no fp64, one type, weights in one piece."""
@@ -68,9 +77,25 @@ def faster(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
     """The tile with which these kernels are known to beat the library; None where they are not, or cannot run."""
     if x.dtype != torch.bfloat16 or x.dim() != 2 or not supported(x, weight):
         return None
-    tiles = GATED_TILES if gated else TILES
-    found = [(most, tile) for (most, n, k), tile in tiles.items() if (n, k) == weight.shape and len(x) <= most]
+    return _tile_of(GATED_TILES if gated else TILES, len(x), weight.shape)
+
+
+def faster_fp8(num_rows: int, weight: Fp8Weight) -> Tile | None:
+    """As `faster`, for `linear_fp8`. On Hopper alone: the tiles are cut for its tensor cores."""
+    value_ND = weight.value_ND
+    if value_ND.dtype != torch.float8_e4m3fn or not value_ND.is_contiguous() or not is_hopper(value_ND.device):
+        return None
+    return _tile_of(FP8_TILES, num_rows, value_ND.shape)
+
+
+def _tile_of(tiles: dict[tuple[int, int, int], Tile], num_rows: int, shape: torch.Size) -> Tile | None:
+    found = [(most, tile) for (most, n, k), tile in tiles.items() if (n, k) == shape and num_rows <= most]
     return min(found, key=lambda each: each[0])[1] if found else None
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def linear(
@@ -86,6 +111,30 @@ def linear(
         return _sum(linear_parts(x_MD, weight_ND, tile=tile, pdl=pdl), bias, x_MD.dtype, pdl)
     out_MN = x_MD.new_empty(len(x_MD), len(weight_ND))
     _launch(x_MD, weight_ND, bias, out_MN, tile, pdl, gated=False)
+    return out_MN
+
+
+def linear_fp8(
+    value_MD: Tensor,
+    scale_M: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    early_sum: bool = False,
+) -> Tensor:
+    """Rows of 8 bits times such a weight: the fp32 sum, then ``scale_M``, the weight's scales and the bias in fp32, and
+    one rounding to ``dtype``.
+
+    ``early_sum``: the kernel that adds shares is launched while they are made. It holds no shared memory.
+    """
+    tile = tile or tile_for(len(value_MD), len(weight))
+    scales = scale_M.contiguous(), weight.scale_N.contiguous()
+    if tile.splits > 1:
+        return _sum(linear_parts(value_MD, weight.value_ND, tile=tile), bias, dtype, early_sum, scales)
+    out_MN = value_MD.new_empty(len(value_MD), len(weight), dtype=dtype)
+    _launch(value_MD, weight.value_ND, bias, out_MN, tile, False, gated=False, scales=scales)
     return out_MN
 
 
@@ -197,7 +246,15 @@ def sources(
 
 
 def _launch(
-    x_MD: Tensor, weight_ND: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, pdl: bool, *, gated: bool
+    x_MD: Tensor,
+    weight_ND: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    pdl: bool,
+    *,
+    gated: bool,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     num_rows, depth = x_MD.shape
     if num_rows == 0:
@@ -216,6 +273,7 @@ def _launch(
         weights,
         weight_ND,
         bias,
+        *(scales or (None, None)),
         out,
         num_rows,
         columns,
@@ -224,6 +282,7 @@ def _launch(
         K=depth,
         GATED=gated,
         BIAS=bias is not None,
+        SCALED=scales is not None,
         EXACT=x_MD.dtype == torch.float32,
         BLOCK_M=blocks[0],
         REST_M=blocks[1],
@@ -234,6 +293,7 @@ def _launch(
         SWAP=tile.swap,
         TMA=tile.tma,
         PDL=pdl,
+        PROMOTE=tile.promote,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **({"launch_pdl": True} if pdl else {}),
@@ -248,18 +308,22 @@ def prefetched(tile: Tile, weight_ND: Tensor) -> int:
     return min(tile.prefetch, depth, weight_ND.shape[1]) * weight_ND.element_size() // 16 * 16
 
 
-def _sum(part_ZMN: Tensor, bias: Tensor | None, dtype: torch.dtype, pdl: bool) -> Tensor:
+def _sum(
+    part_ZMN: Tensor, bias: Tensor | None, dtype: torch.dtype, pdl: bool, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     num_parts, num_rows, size = part_ZMN.shape
     out_MN = torch.empty(num_rows, size, dtype=dtype, device=part_ZMN.device)
     if num_rows:
         _sum_kernel[(num_rows * triton.cdiv(size, 1024),)](
             part_ZMN,
             bias,
+            *(scales or (None, None)),
             out_MN,
             num_rows,
             size,
             PARTS=num_parts,
             BIAS=bias is not None,
+            SCALED=scales is not None,
             BLOCK_N=1024,
             PDL=pdl,
             num_warps=4,
@@ -295,12 +359,20 @@ def load_tile(
 
 
 @triton.jit
-def _dot(x_MK: tl.tensor, w_NK: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr, EXACT: tl.constexpr) -> tl.tensor:
+def _dot(
+    x_MK: tl.tensor,
+    w_NK: tl.tensor,
+    acc: tl.tensor,
+    SWAP: tl.constexpr,
+    EXACT: tl.constexpr,
+    PROMOTE: tl.constexpr,
+) -> tl.tensor:
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    imprecise: tl.constexpr = PROMOTE if PROMOTE > 0 else None
     if SWAP:
-        acc = tl.dot(w_NK, tl.trans(x_MK), acc, input_precision=precision)
+        acc = tl.dot(w_NK, tl.trans(x_MK), acc, input_precision=precision, max_num_imprecise_acc=imprecise)
     else:
-        acc = tl.dot(x_MK, tl.trans(w_NK), acc, input_precision=precision)
+        acc = tl.dot(x_MK, tl.trans(w_NK), acc, input_precision=precision, max_num_imprecise_acc=imprecise)
     return acc
 
 
@@ -361,6 +433,7 @@ def accumulate(
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     EXACT: tl.constexpr,
+    PROMOTE: tl.constexpr = 0,
 ) -> tl.tuple:
     """fp32 sums of rows from ``row`` with STRIPS strips of weight rows from ``first``, and with as many again ``jump``
     further on for each of JUMPS: first all strips of BLOCK_M rows, then all of REST_M."""
@@ -385,11 +458,32 @@ def accumulate(
         for s in tl.static_range(STRIPS * JUMPS):
             n = first + (s % STRIPS) * BLOCK_N + (s // STRIPS) * jump
             w_NK = load_tile(weights, n, k, num_weight_rows, K, K, BLOCK_N, BLOCK_K, TMA)
-            new = new + (_dot(x_MK, w_NK, sums[s], SWAP, EXACT),)  # noqa: RUF005
+            new = new + (_dot(x_MK, w_NK, sums[s], SWAP, EXACT, PROMOTE),)  # noqa: RUF005
             if REST_M > 0:
-                rest = rest + (_dot(rest_MK, w_NK, sums[STRIPS * JUMPS + s], SWAP, EXACT),)  # noqa: RUF005
+                sum_rest = _dot(rest_MK, w_NK, sums[STRIPS * JUMPS + s], SWAP, EXACT, PROMOTE)
+                rest = rest + (sum_rest,)  # noqa: RUF005
         sums = new + rest
     return sums
+
+
+@triton.jit
+def _scaled(
+    sum_MN: tl.tensor,
+    scale_m_ptr: tl.tensor,
+    scale_n_ptr: tl.tensor,
+    row: tl.tensor,
+    n: tl.tensor,
+    num_rows: tl.tensor,
+    columns: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """In the reference's order: the row's scale first."""
+    row_M = row + tl.arange(0, ROWS)
+    n_N = n + tl.arange(0, BLOCK_N)
+    scale_M = tl.load(scale_m_ptr + row_M, mask=row_M < num_rows, other=0.0)
+    scale_N = tl.load(scale_n_ptr + n_N, mask=n_N < columns, other=0.0)
+    return sum_MN * scale_M[:, None] * scale_N[None, :]
 
 
 @triton.jit
@@ -417,6 +511,8 @@ def _linear_kernel(
     weights: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    scale_m_ptr: tl.tensor,
+    scale_n_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: tl.tensor,
     columns: tl.tensor,
@@ -425,6 +521,7 @@ def _linear_kernel(
     K: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     REST_M: tl.constexpr,
@@ -435,6 +532,7 @@ def _linear_kernel(
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
+    PROMOTE: tl.constexpr,
 ) -> None:
     """One program: STRIPS strips of output columns, BLOCK_M + REST_M rows, one share of K."""
     # Tiles of rows come first, then shares: programs that share weights, or lie in one row of them, run side by side.
@@ -451,7 +549,7 @@ def _linear_kernel(
         before_the_wait(weight_ptr, first, begin, num_weight_rows, columns, prefetch, K, BLOCK_N, STRIPS, JUMPS)
     sums = accumulate(
         x_1, x_2, weights, row, first, begin, end, num_rows, num_weight_rows, columns, stride_x,
-        K, BLOCK_M, REST_M, BLOCK_N, STRIPS, JUMPS, BLOCK_K, SWAP, TMA, EXACT,
+        K, BLOCK_M, REST_M, BLOCK_N, STRIPS, JUMPS, BLOCK_K, SWAP, TMA, EXACT, PROMOTE,
     )  # fmt: skip
     out_ptr += part.to(tl.int64) * num_rows * columns
     for b in tl.static_range(2 if REST_M > 0 else 1):
@@ -462,6 +560,11 @@ def _linear_kernel(
                 sum_MN = sum_MN / (1 + tl.exp(-sum_MN)) * sums[b * STRIPS * JUMPS + STRIPS + s]
             if SWAP:
                 sum_MN = tl.trans(sum_MN)
+            if SCALED:
+                sum_MN = _scaled(
+                    sum_MN, scale_m_ptr, scale_n_ptr, row + b * BLOCK_M, n, num_rows, columns,
+                    REST_M if b else BLOCK_M, BLOCK_N,
+                )  # fmt: skip
             if BIAS:
                 n_N = n + tl.arange(0, BLOCK_N)
                 sum_MN += tl.load(bias_ptr + n_N, mask=n_N < columns, other=0.0).to(tl.float32)[None, :]
@@ -487,11 +590,14 @@ def _sum_parts(
 def _sum_kernel(
     part_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    scale_m_ptr: tl.tensor,
+    scale_n_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_rows: tl.tensor,
     size: tl.tensor,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -502,6 +608,8 @@ def _sum_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     n_N = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     sum_N = _sum_parts(part_ptr + row * size + n_N, row * 0 + num_rows * size, n_N < size, PARTS, BLOCK_N)
+    if SCALED:
+        sum_N = sum_N * tl.load(scale_m_ptr + row) * tl.load(scale_n_ptr + n_N, mask=n_N < size, other=0.0)
     if BIAS:
         sum_N += tl.load(bias_ptr + n_N, mask=n_N < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + n_N, sum_N, mask=n_N < size)
