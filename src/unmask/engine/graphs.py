@@ -110,15 +110,23 @@ class FixedSteps:
         self, base: Step, capture: Callable[[Step], Callable[[], None]] | None = None, *, compiled: bool = False
     ) -> None:
         self._base, self._compiled = base, compiled
-        self._memory = torch.cuda.graph_pool_handle() if capture is None else None
-        self._capture = capture or (lambda step: CapturedStep(step, memory=self._memory))
+        self._memory: Any = None
+        self._capture = capture or self._capture_on_gpu
         self._programs: OrderedDict[Key, Callable[[], None]] = OrderedDict()
         if compiled:  # each key is one more specialisation of the same functions
             torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 8 * MAX_STEPS)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all. A pool of memory ends with its last program: the next one begins a new pool."""
+        if self._programs and self._memory is not None:
+            torch.cuda.synchronize()  # the last replay may still run
         self._programs.clear()
+        self._memory = None
+
+    def _capture_on_gpu(self, step: Step) -> CapturedStep:
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        return CapturedStep(step, memory=self._memory)
 
     def get(self, num_seats: int, budgets: Budgets) -> Callable[[], None]:
         """The program for the first seats and what their requests need now."""

@@ -108,8 +108,8 @@ def _chunk(
     weight_cV = logits_cV  # what the softmax is taken of
     if ban_softmax_cB is not None:
         weight_cV = _ban(logits_cV.clone(), ban_softmax_cB)
-    norm_c = weight_cV.logsumexp(1)
-    neg_entropy_c = _neg_entropy(weight_cV, norm_c) if entropy else torch.zeros_like(norm_c)
+    norm_c = Norm.of(weight_cV)
+    neg_entropy_c = _neg_entropy(weight_cV, norm_c) if entropy else torch.zeros_like(norm_c.total_c)
     choice_cV = _choices(logits_cV, banned_b, ban_argmax_cB, keep=sampling is not None)
     if sampling is None:
         token_c = choice_cV.argmax(1)
@@ -118,8 +118,8 @@ def _chunk(
         if entropy:
             neg_entropy_c = _neg_entropy(weight_cV, norm_c)
     prob_c = _prob(weight_cV, token_c, norm_c)
-    margin_c = _margin(weight_cV, norm_c, choice_cV) if margin else torch.zeros_like(norm_c)
-    asked_c = torch.zeros_like(norm_c) if ask_c is None else _prob(weight_cV, ask_c, norm_c)
+    margin_c = _margin(weight_cV, norm_c, choice_cV) if margin else torch.zeros_like(norm_c.total_c)
+    asked_c = torch.zeros_like(norm_c.total_c) if ask_c is None else _prob(weight_cV, ask_c, norm_c)
     return token_c, prob_c, margin_c, neg_entropy_c, asked_c
 
 
@@ -139,23 +139,48 @@ def _choices(logits_cV: Tensor, banned_b: Tensor | None, ban_cB: Tensor | None, 
     return choice_cV if ban_cB is None else _ban(choice_cV, ban_cB)
 
 
-def _neg_entropy(weight_cV: Tensor, norm_c: Tensor) -> Tensor:
-    log_p_cV = weight_cV - norm_c[:, None]
-    return torch.xlogy(p_cV := log_p_cV.exp(), p_cV).sum(1)
+@dataclass(frozen=True)
+class Norm:
+    """What a row's softmax divides by. A log-sum-exp in one number would do, but at logits of 30 its last bit is 2e-6
+    of a probability: sure tokens, which differ by less, would be ranked by it."""
+
+    highest_c: Tensor
+    total_c: Tensor
+    """Sum of exp(weight - highest)."""
+
+    @classmethod
+    def of(cls, weight_cV: Tensor) -> Norm:
+        highest_c = weight_cV.amax(1)
+        return cls(highest_c, (weight_cV - highest_c[:, None]).exp().sum(1))
+
+    def prob(self, weight_ck: Tensor) -> Tensor:
+        """Probabilities of some of the row's weights."""
+        return (weight_ck - self.highest_c[:, None]).exp() / self.total_c[:, None]
+
+    def where(self, renormed_c: Tensor, other: Norm) -> Norm:
+        """This one in the rows ``renormed``, the other in the rest."""
+        return Norm(
+            torch.where(renormed_c, self.highest_c, other.highest_c),
+            torch.where(renormed_c, self.total_c, other.total_c),
+        )
 
 
-def _prob(weight_cV: Tensor, token_c: Tensor, norm_c: Tensor) -> Tensor:
-    return (weight_cV.gather(1, token_c[:, None])[:, 0] - norm_c).exp()
+def _neg_entropy(weight_cV: Tensor, norm_c: Norm) -> Tensor:
+    return torch.xlogy(p_cV := norm_c.prob(weight_cV), p_cV).sum(1)
 
 
-def _margin(weight_cV: Tensor, norm_c: Tensor, choice_cV: Tensor) -> Tensor:
+def _prob(weight_cV: Tensor, token_c: Tensor, norm_c: Norm) -> Tensor:
+    return norm_c.prob(weight_cV.gather(1, token_c[:, None]))[:, 0]
+
+
+def _margin(weight_cV: Tensor, norm_c: Norm, choice_cV: Tensor) -> Tensor:
     """p1 - p2 among the tokens that may be predicted."""
     allowed_cV = weight_cV.masked_fill(choice_cV == -torch.inf, -torch.inf)
-    best_c2 = (allowed_cV.topk(2, dim=1).values - norm_c[:, None]).exp()
+    best_c2 = norm_c.prob(allowed_cV.topk(2, dim=1).values)
     return best_c2[:, 0] - best_c2[:, 1]
 
 
-def _draw(choice_cV: Tensor, weight_cV: Tensor, norm_c: Tensor, s: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+def _draw(choice_cV: Tensor, weight_cV: Tensor, norm_c: Norm, s: Sampling) -> tuple[Tensor, Tensor, Norm]:
     """Token of each row, and the weights and norm that its confidence is taken from."""
     warm_c1 = torch.where(s.temperature_C > 0, s.temperature_C, 1.0)[:, None]
     tempered_cV = choice_cV / warm_c1
@@ -166,7 +191,7 @@ def _draw(choice_cV: Tensor, weight_cV: Tensor, norm_c: Tensor, s: Sampling) -> 
     weight_cV = torch.where(s.temper_C[:, None], weight_cV / warm_c1, weight_cV)
     weight_cV = weight_cV.masked_fill(~kept_cV, -torch.inf)
     renormed_c = filters_c | s.temper_C
-    return token_c, weight_cV, torch.where(renormed_c, weight_cV.logsumexp(1), norm_c)
+    return token_c, weight_cV, Norm.of(weight_cV).where(renormed_c, norm_c)
 
 
 def _kept(tempered_cV: Tensor, s: Sampling) -> Tensor:

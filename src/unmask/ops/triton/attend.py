@@ -1,8 +1,9 @@
 """`attend` and `tracking_mass` of `ops.reference.attend` as Triton kernels: paged, GQA, split over keys for few rows.
 
-One program has a block of a seat's rows, one key head and a share of the keys. The query heads that share a key head
-are more rows of its tile: row r under head g of the group is packed row r * G + g. K and V are gathered entry by entry
-through a table that is made once a pass; a shadowed position has no entry in it, so there is no second mask to read.
+One program has a block of a seat's rows, one key head and a share of the keys; the last of a block's shares adds them
+up. The query heads that share a key head are more rows of its tile: row r under head g of the group is packed row
+r * G + g. K and V are gathered entry by entry through a table that is made once a pass; a shadowed position has no
+entry in it, so there is no second mask to read.
 
 M rows, S seats, P pages of a seat, N positions, E entries of the pool, J live entries, H query heads, Hkv key heads,
 G = H/Hkv, hd head size, B blocks of rows, Z splits; inside the kernels M packed rows and N keys of a tile, D = hd,
@@ -82,10 +83,10 @@ def attend(
     is the same from run to run; so is the rest, since shares are added up in their order, whoever ends last.
     """
     out_M = torch.empty(q_M.shape, dtype=q_M.dtype, device=q_M.device)
-    tile = tile or choose_tile(q_M, k_E, sight)
     if mass is not None and mass.softmax:
         mass.add(tracking_mass(q_M, k_E, sight, mass.counts_M, softmax=True))
         mass = None
+    tile = tile or choose_tile(q_M, k_E, sight, mass=mass is not None)
     _sweep(q_M, k_E, v_E, sight, tile, out_M, mass=mass)
     return out_M
 
@@ -120,8 +121,8 @@ def tracking_mass(q_M: Tensor, k_E: Tensor, sight: Sight, counts_M: Tensor, *, s
 # Cutting a pass into programs
 
 
-def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight) -> Tile:
-    """From static shapes alone: a captured pass must not look at values."""
+def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight, *, mass: bool = False) -> Tile:
+    """From static shapes alone: a captured pass must not look at values. ``mass``: the sweep sums it too."""
     num_seats, group = len(sight.page_table_SP), q_M.shape[1] // k_E.shape[1]
     rows_a_seat = sight.per_seat if sight.per_seat is not None else triton.cdiv(len(q_M), num_seats)
     return _tile_for(
@@ -130,10 +131,19 @@ def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight) -> Tile:
         sight.num_keys,
         q_M.dtype == torch.float32,
         _num_processors(q_M.device),
+        mass=mass,
     )
 
 
-def _tile_for(packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_processors: int) -> Tile:
+LARGE = Tile(128, 128, 1, num_warps=8, num_stages=3)
+LARGE_WITH_MASS = LARGE
+SHARED = Tile(128, 64, 1, num_warps=8, num_stages=3)
+SMALL = Tile(64, 64, 1, num_warps=4, num_stages=3)
+
+
+def _tile_for(
+    packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_processors: int, *, mass: bool = False
+) -> Tile:
     """For ``packed`` rows of a seat under one key head, and ``num_sweeps`` pairs of a seat and a key head.
 
     Measured on one H200, head size 128, us a layer with combining (docs/kernels.md): 32 seats x 128 rows x 1,536 keys
@@ -143,16 +153,16 @@ def _tile_for(packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_pr
     if is_fp32:  # exact products run on no matrix unit: small tiles, or everything spills
         tile = Tile(16, 32, 1, num_warps=8, num_stages=1)
     elif 0 < packed % 128 <= 64:  # half of the last block of 128 would be empty
-        tile = Tile(64, 64, 1, num_warps=4, num_stages=3)
+        tile = SMALL
     else:
-        tile = Tile(128, 128, 1, num_warps=8, num_stages=3)
+        tile = LARGE_WITH_MASS if mass else LARGE
     num_programs = triton.cdiv(packed, tile.block_m) * num_sweeps
     # Every processor has what fits it: two small programs or a large one. Each has at least 128 keys: a share costs
     # 64 KB of traffic of its own.
     num_places = num_processors * (2 if tile.block_m == 64 else 1)
     num_splits = max(1, min(num_places // num_programs, num_keys // 128, 16))
-    if tile.block_n == 128 and num_splits > 1:
-        tile = replace(tile, block_n=64)
+    if tile.block_m == 128 and num_splits > 1:
+        tile = SHARED
     return replace(tile, num_splits=num_splits)
 
 
@@ -357,7 +367,7 @@ def _sweep(
         HAS_TABLES=has_tables,
         PARTS=MASS_PARTS,
         MASS_ROWS=MASS_ROWS,
-        PREFETCH=tile.prefetch if launch.early(q_M.device) else 0,
+        PREFETCH=tile.prefetch if pdl else 0,
         PREFETCH_SIZE=PREFETCH_BYTES // k_E.element_size(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -560,8 +570,8 @@ def _prefetch(
     k, v, entries, start, end, k_entry, v_entry,
     HEAD_DIM: tl.constexpr, NUM_KEYS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Sends for the K and V of the first keys of [start, end). The cache is where all programs meet, so entries that the
-    kernel in front still writes do no harm; and the entries are near when they are read again."""
+    """Sends for the K and V of the first keys of [start, end). The cache is where all programs meet, so entries that
+    the kernel in front still writes do no harm; and the table's part is near when it is read again."""
     key_N = start + tl.arange(0, NUM_KEYS)
     entry_N = tl.maximum(tl.load(entries + key_N, mask=key_N < end, other=0), 0).to(tl.int64)
     part_C = tl.arange(0, HEAD_DIM // SIZE if HEAD_DIM > SIZE else 1) * SIZE
@@ -699,7 +709,7 @@ def _sweep_kernel(
     valid_M = row_M < end_row
     dim_D = tl.arange(0, HEAD_DIM)
     see_M = tl.minimum(tl.load(see + row_M, mask=valid_M, other=0), num_keys)
-    if ONE_BLOCK and MASS or not VALUES:
+    if (ONE_BLOCK and MASS) or not VALUES:
         counted_M = tl.load(counts + row_M, mask=valid_M, other=0) != 0
     if PDL and HAS_TABLES:
         tl.extra.cuda.gdc_wait()
@@ -745,10 +755,13 @@ def _sweep_kernel(
             acc_MD, k_entry, v_entry, num_positions, scale, BLOCK_N, False, VALUES, MASS, ONE_BLOCK, PARTS,
             MASS_ROWS, PRECISION, WIDE,
         )  # fmt: skip
+    # Without this question the assembler takes the products of the loop before for unfinished, and puts all of them one
+    # behind the other.
     if plain_end < end:
         high_M, sum_M, acc_MD = _keys(
             plain_end, end, q_MD, k_D, v_D, entries, mass, see_M, sum_XD, sum_scale, mass_reach, high_M, sum_M, acc_MD,
-            k_entry, v_entry, num_positions, scale, BLOCK_N, True, VALUES, MASS, ONE_BLOCK, PARTS, MASS_ROWS, PRECISION, WIDE,
+            k_entry, v_entry, num_positions, scale, BLOCK_N, True, VALUES, MASS, ONE_BLOCK, PARTS, MASS_ROWS,
+            PRECISION, WIDE,
         )  # fmt: skip
 
     if LIVE:
