@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from unmask import ops
 from unmask.cache.policy import CachePolicy
 from unmask.config import EngineConfig, SamplingParams
 from unmask.engine.graphs import MAX_STEPS, FixedSteps, Messages
@@ -177,3 +178,66 @@ def test_options_that_contradict_each_other() -> None:
 def test_kernels_that_cannot_run_are_refused() -> None:
     with pytest.raises(ConfigError, match="no NVIDIA GPU"):
         fixed_llm(kernels="triton")
+
+
+# Faults that users of other engines reported
+
+
+@pytest.mark.parametrize("method", ["confidence", "flash-cache", "fast-dllm-dual", "flash-verify", "d2f"])
+def test_b51_a_later_run_leaves_earlier_results_alone(method: str) -> None:
+    """On, below and between the sizes that are captured: the same tokens as without capture; and what the first run
+    gave is its own, though every run writes the same tensors."""
+    llm, plain = fixed_llm(method), engine(method, "llada", 4)
+    results = {count: ask(llm, count, trajectory=True) for count in (1, 2, 3, 4)}
+    before = {count: repr(each) for count, each in results.items()}
+    other = [{"prompt_token_ids": [40 + number, 41]} for number in range(4)]
+    llm.generate(other, SamplingParams(max_tokens=24, threshold=0.2, seed=9))
+    assert {count: repr(each) for count, each in results.items()} == before
+    for count, each in results.items():
+        wanted = ask(plain, count, trajectory=True)
+        assert [out.outputs[0].token_ids for out in each] == [out.outputs[0].token_ids for out in wanted], count
+
+
+def test_b51_what_does_not_go_together_is_said_at_the_start() -> None:
+    with pytest.raises(ValueError, match="flash-verify.*row p - 1"):
+        engine("flash-verify", "dream", 4, FIXED)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_b52_rows_that_see_nothing_stay_numbers(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three real tokens beside padding, and seats that are padding alone; three layers."""
+    llm = engine("fast-dllm-dual", "llada", 4, Way(fixed=fixed), max_num_batched_tokens=64)
+    forward, shapes = type(llm.model).forward, []
+
+    def watched(self: Any, token: torch.Tensor, ctx: Any) -> torch.Tensor:
+        hidden = forward(self, token, ctx)
+        shapes.append(len(token))
+        assert torch.isfinite(hidden).all()
+        return hidden
+
+    monkeypatch.setattr(type(llm.model), "forward", watched)
+    prompts = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": list(range(1, 40))}, {"prompt_token_ids": [9]}]
+    together = llm.generate(prompts, SamplingParams(max_tokens=8, threshold=0.3, block_length=4))
+    assert shapes
+    for prompt, result in zip(prompts, together):
+        (alone,) = llm.generate([prompt], SamplingParams(max_tokens=8, threshold=0.3, block_length=4))
+        assert alone.outputs[0].token_ids == result.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_b52_every_attention_kernel_agrees(dtype: torch.dtype) -> None:
+    """Five rows of padding in front of three real ones, and a sequence of padding alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, 2, 16).to(dtype) for _ in range(3))
+    real = torch.arange(8) >= 5
+    mask = torch.stack((real & real[:, None], torch.zeros(8, 8, dtype=torch.bool)))
+    exact = ops.attention(*(each[:1, 5:].double() for each in (q, k, v)))[0]
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel([backend, SDPBackend.MATH]):
+            out = ops.attention(q, k, v, mask=mask)
+        assert torch.isfinite(out).all()
+        assert not out[1].any()
+        assert not out[0, :5].any()
+        assert torch.allclose(out[0, 5:].double(), exact, atol=1e-5 if dtype == torch.float32 else 2e-2)

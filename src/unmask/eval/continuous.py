@@ -229,9 +229,7 @@ class Outcome:
     """Pages that nobody gave back."""
 
 
-def compare(
-    method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8, way: Way = PLAIN
-) -> Outcome:
+def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8, way: Way = PLAIN) -> Outcome:
     """Run a load, then each of its requests alone. A small row budget makes refreshes wait, a small pool admissions."""
     llm = engine(
         method,

@@ -695,12 +695,6 @@ def _sweep_kernel(
     entries += seat * num_positions
     k_D = k + kv_head * k_head + tl.arange(0, HEAD_DIM)
     v_D = v + kv_head * v_head + tl.arange(0, HEAD_DIM)
-    if PREFETCH > 0:
-        start, end = _share(reach, split, BLOCK_N, NUM_SPLITS)
-        _prefetch(
-            k + kv_head * k_head, v + kv_head * v_head, entries, start, end, k_entry, v_entry,
-            HEAD_DIM, PREFETCH, PREFETCH_SIZE, VALUES,
-        )  # fmt: skip
     # Keys that all rows see need no mask. Padding, which sees none, goes along and is zeroed at the end.
     all_see = tl.load(blocks + 5)
     packed_M = first_packed + tl.arange(0, BLOCK_M)
@@ -711,6 +705,12 @@ def _sweep_kernel(
     see_M = tl.minimum(tl.load(see + row_M, mask=valid_M, other=0), num_keys)
     if (ONE_BLOCK and MASS) or not VALUES:
         counted_M = tl.load(counts + row_M, mask=valid_M, other=0) != 0
+    if PREFETCH > 0:
+        start, end = _share(reach, split, BLOCK_N, NUM_SPLITS)
+        _prefetch(
+            k + kv_head * k_head, v + kv_head * v_head, entries, start, end, k_entry, v_entry,
+            HEAD_DIM, PREFETCH, PREFETCH_SIZE, VALUES,
+        )  # fmt: skip
     if PDL and HAS_TABLES:
         tl.extra.cuda.gdc_wait()
     q_MD = tl.load(
@@ -765,22 +765,26 @@ def _sweep_kernel(
         )  # fmt: skip
 
     if LIVE:
-        if split == NUM_SPLITS - 1:  # the share that rounding leaves shortest
-            live_J = tl.arange(0, BLOCK_J)
-            seen_MJ = tl.load(
-                bits + row_M.to(tl.int64)[:, None] * bits_row + live_J[None, :],
-                mask=valid_M[:, None] & (live_J < num_live)[None, :],
-                other=0,
-            ) != 0  # fmt: skip
-            read_J = tl.max(seen_MJ.to(tl.int32), 0) > 0
-            entry_J = tl.load(live + seat * num_live + live_J, mask=live_J < num_live, other=0)
-            k_JD = tl.load(k_D[None, :] + entry_J[:, None] * k_entry, mask=read_J[:, None], other=0.0)
-            v_JD = k_JD
-            if VALUES:
-                v_JD = tl.load(v_D[None, :] + entry_J[:, None] * v_entry, mask=read_J[:, None], other=0.0)
-            raw_MJ = tl.dot(q_MD, tl.trans(k_JD), input_precision=PRECISION)
-            raw_MJ = tl.where(seen_MJ, raw_MJ, float("-inf"))
-            high_M, sum_M, acc_MD = _fold(raw_MJ, scale, v_JD, high_M, sum_M, acc_MD, True, VALUES, PRECISION)
+        # A loop, though the list fits one step, and behind a question: else the assembler puts all products of the
+        # kernel one behind the other.
+        listed = num_live * (split == NUM_SPLITS - 1)  # the share that rounding leaves shortest
+        if listed > 0:
+            for first in range(0, listed, BLOCK_J):
+                live_J = first + tl.arange(0, BLOCK_J)
+                seen_MJ = tl.load(
+                    bits + row_M.to(tl.int64)[:, None] * bits_row + live_J[None, :],
+                    mask=valid_M[:, None] & (live_J < num_live)[None, :],
+                    other=0,
+                ) != 0  # fmt: skip
+                read_J = tl.max(seen_MJ.to(tl.int32), 0) > 0
+                entry_J = tl.load(live + seat * num_live + live_J, mask=live_J < num_live, other=0)
+                k_JD = tl.load(k_D[None, :] + entry_J[:, None] * k_entry, mask=read_J[:, None], other=0.0)
+                v_JD = k_JD
+                if VALUES:
+                    v_JD = tl.load(v_D[None, :] + entry_J[:, None] * v_entry, mask=read_J[:, None], other=0.0)
+                raw_MJ = tl.dot(q_MD, tl.trans(k_JD), input_precision=PRECISION)
+                raw_MJ = tl.where(seen_MJ, raw_MJ, float("-inf"))
+                high_M, sum_M, acc_MD = _fold(raw_MJ, scale, v_JD, high_M, sum_M, acc_MD, True, VALUES, PRECISION)
 
     seeing_M = sum_M > 0
     if not LIVE:
