@@ -199,7 +199,7 @@ def test_b51_a_later_run_leaves_earlier_results_alone(method: str) -> None:
 
 
 def test_b51_what_does_not_go_together_is_said_at_the_start() -> None:
-    with pytest.raises(ValueError, match="flash-verify.*row p - 1"):
+    with pytest.raises(ValueError, match=r"flash-verify.*row p - 1"):
         engine("flash-verify", "dream", 4, FIXED)
 
 

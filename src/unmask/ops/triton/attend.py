@@ -1,9 +1,8 @@
 """`attend` and `tracking_mass` of `ops.reference.attend` as Triton kernels: paged, GQA, split over keys for few rows.
 
-One program has a block of a seat's rows, one key head and a share of the keys; the last of a block's shares adds them
-up. The query heads that share a key head are more rows of its tile: row r under head g of the group is packed row
-r * G + g. K and V are gathered entry by entry through a table that is made once a pass; a shadowed position has no
-entry in it, so there is no second mask to read.
+One program has a block of a seat's rows, one key head and a share of the keys. The query heads that share a key head
+are more rows of its tile: row r under head g of the group is packed row r * G + g. K and V are gathered entry by entry
+through a table that is made once a pass; a shadowed position has no entry in it, so there is no second mask to read.
 
 M rows, S seats, P pages of a seat, N positions, E entries of the pool, J live entries, H query heads, Hkv key heads,
 G = H/Hkv, hd head size, B blocks of rows, Z splits; inside the kernels M packed rows and N keys of a tile, D = hd,
@@ -33,12 +32,6 @@ MAX_LIVE = 64
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16
 """Smallest side of a matrix product."""
-MASS_PARTS = 3
-"""Terms of fp32 in the matrix units' type: 24 bits."""
-MASS_ROWS = 16
-"""Rows of the product that has them: 16, or 64 for the wide matrix instruction."""
-PREFETCH_BYTES = 128
-"""What one request brings into the cache."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,6 @@ class Tile:
     num_stages: int
     max_registers: int | None = None
     """Of a thread: 128 lets two programs of 8 warps share a processor."""
-    prefetch: int = 512
-    """Keys of a program's share whose K and V are sent for before it waits for anything."""
 
 
 def supported(q_M: Tensor, k_E: Tensor, v_E: Tensor, sight: Sight) -> bool:
@@ -80,13 +71,13 @@ def attend(
 
     Rows that see nothing get zeros. Raw ``mass`` comes from the same sweep, so that K is read once: the counted rows'
     queries, summed, are one more row of each seat's first block. Each of its sums is one program's alone, so the mass
-    is the same from run to run; so is the rest, since shares are added up in their order, whoever ends last.
+    is the same from run to run.
     """
     out_M = torch.empty(q_M.shape, dtype=q_M.dtype, device=q_M.device)
+    tile = tile or choose_tile(q_M, k_E, sight)
     if mass is not None and mass.softmax:
         mass.add(tracking_mass(q_M, k_E, sight, mass.counts_M, softmax=True))
         mass = None
-    tile = tile or choose_tile(q_M, k_E, sight, mass=mass is not None)
     _sweep(q_M, k_E, v_E, sight, tile, out_M, mass=mass)
     return out_M
 
@@ -121,8 +112,8 @@ def tracking_mass(q_M: Tensor, k_E: Tensor, sight: Sight, counts_M: Tensor, *, s
 # Cutting a pass into programs
 
 
-def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight, *, mass: bool = False) -> Tile:
-    """From static shapes alone: a captured pass must not look at values. ``mass``: the sweep sums it too."""
+def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight) -> Tile:
+    """From static shapes alone: a captured pass must not look at values."""
     num_seats, group = len(sight.page_table_SP), q_M.shape[1] // k_E.shape[1]
     rows_a_seat = sight.per_seat if sight.per_seat is not None else triton.cdiv(len(q_M), num_seats)
     return _tile_for(
@@ -131,38 +122,32 @@ def choose_tile(q_M: Tensor, k_E: Tensor, sight: Sight, *, mass: bool = False) -
         sight.num_keys,
         q_M.dtype == torch.float32,
         _num_processors(q_M.device),
-        mass=mass,
     )
 
 
-LARGE = Tile(128, 128, 1, num_warps=8, num_stages=3)
-LARGE_WITH_MASS = LARGE
-SHARED = Tile(128, 64, 1, num_warps=8, num_stages=3)
-SMALL = Tile(64, 64, 1, num_warps=4, num_stages=3)
-
-
-def _tile_for(
-    packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_processors: int, *, mass: bool = False
-) -> Tile:
+def _tile_for(packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_processors: int) -> Tile:
     """For ``packed`` rows of a seat under one key head, and ``num_sweeps`` pairs of a seat and a key head.
 
-    Measured on one H200, head size 128, us a layer with combining (docs/kernels.md): 32 seats x 128 rows x 1,536 keys
-    take 300 in (128, 128, 3 stages), 320 in (128, 64) and 344 in (64, 64); 1 seat takes 19.6 in 4 shares of (128, 64),
-    20.6 of (64, 64), 22 in 8 shares; 160 rows x 32 seats 466 in (64, 64) and 654 in (128, 64).
+    Measured on one H200, head size 128, us a layer (docs/kernels.md): 32 seats x 128 rows x 1,536 keys take 282 in
+    128 x 128, with mass 310 where narrower steps take 338 and more; 1 seat takes 18.5 in 4 shares of 128 x 64, 22.6 and more
+    in others; 160 rows x 32 seats 424 in 64 x 64 and 527 in 128 x 64; 16 rows x 1 seat 12.1 in 4 shares of 16 x 128 and
+    14.1 in 8 of 64 x 64.
     """
     if is_fp32:  # exact products run on no matrix unit: small tiles, or everything spills
         tile = Tile(16, 32, 1, num_warps=8, num_stages=1)
+    elif packed <= 16:
+        tile = Tile(16, 128, 1, num_warps=4, num_stages=3)
     elif 0 < packed % 128 <= 64:  # half of the last block of 128 would be empty
-        tile = SMALL
+        tile = Tile(64, 64, 1, num_warps=4, num_stages=3)
     else:
-        tile = LARGE_WITH_MASS if mass else LARGE
+        tile = Tile(128, 128, 1, num_warps=8, num_stages=3)
     num_programs = triton.cdiv(packed, tile.block_m) * num_sweeps
     # Every processor has what fits it: two small programs or a large one. Each has at least 128 keys: a share costs
     # 64 KB of traffic of its own.
     num_places = num_processors * (2 if tile.block_m == 64 else 1)
     num_splits = max(1, min(num_places // num_programs, num_keys // 128, 16))
     if tile.block_m == 128 and num_splits > 1:
-        tile = SHARED
+        tile = replace(tile, block_n=64)
     return replace(tile, num_splits=num_splits)
 
 
@@ -251,13 +236,6 @@ def _make_blocks(sight: Sight, group: int, block_m: int) -> Tensor:
     return out_B6
 
 
-def _arrivals(sight: Sight, num_counters: int) -> Tensor:
-    """int32: how many of a block's shares are done. The last one leaves a zero, for the next layer and the next run."""
-    device = sight.see_M.device
-    key = ("arrivals", num_counters)
-    return _once(sight, key, lambda: torch.zeros(num_counters, dtype=torch.int32, device=device))
-
-
 def _seat_rows(sight: Sight) -> Tensor:
     """int32 [S, 2] of ragged rows: each seat's first row and the row after its last."""
     return _once(sight, "rows", lambda: _make_seat_rows(sight))
@@ -296,23 +274,21 @@ def _sweep(
     pdl = launch.early(q_M.device)
     # Tables that an earlier layer made can be read before the kernel in front has ended.
     has_tables = "entries" in _tables(sight) and ("blocks", group, tile.block_m) in _tables(sight)
-    has_tables &= mass is None or mass.part_SHN is not None
     blocks_B6 = _blocks(sight, group, tile.block_m)
     num_live = 0 if live_SJ is None or bits_MJ is None else live_SJ.shape[1]
     if live_SJ is not None and bits_MJ is not None:
         live_SJ, bits_MJ = live_SJ.contiguous(), bits_MJ.contiguous()
-    part_ZM, log_sum_ZM, arrivals = out_M, log_sum_MH, None
+    part_ZM, log_sum_ZM = out_M, log_sum_MH
     if num_splits > 1 and out_M is not None:
         part_ZM = torch.empty(num_splits, *q_M.shape, dtype=torch.float32, device=q_M.device)
         log_sum_ZM = torch.empty(num_splits, num_rows, num_heads, dtype=torch.float32, device=q_M.device)
-        arrivals = _arrivals(sight, len(blocks_B6) * num_kv_heads)
     # A seat in one block sums its queries in the sweep itself; else they are summed before it.
     one_block = sight.per_seat is not None and sight.per_seat * group <= tile.block_m
     query_SHD = reach_S = None
     if mass is not None:
         counts_M = mass.counts_M
         if mass.part_SHN is None:
-            shape = (len(sight.page_table_SP), num_kv_heads * MASS_PARTS, _num_positions(sight))
+            shape = (len(sight.page_table_SP), num_kv_heads, _num_positions(sight))
             mass.part_SHN = torch.zeros(shape, dtype=torch.float32, device=q_M.device)
             mass.num_heads = num_heads
         if not one_block:
@@ -321,10 +297,8 @@ def _sweep(
         q_M,
         k_E,
         v_E,
-        out_M,
         part_ZM,
         log_sum_ZM,
-        arrivals,
         None if mass is None else mass.part_SHN,
         _entries(sight),
         sight.see_M,
@@ -365,14 +339,31 @@ def _sweep(
         WIDE=max(k_E.shape[0] * k_E.stride(0), v_E.shape[0] * v_E.stride(0)) >= 2**31,
         PDL=pdl,
         HAS_TABLES=has_tables,
-        PARTS=MASS_PARTS,
-        MASS_ROWS=MASS_ROWS,
-        PREFETCH=tile.prefetch if pdl else 0,
-        PREFETCH_SIZE=PREFETCH_BYTES // k_E.element_size(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch.options(pdl),
         **({} if tile.max_registers is None else {"maxnreg": tile.max_registers}),
+    )
+    if part_ZM is not None and log_sum_ZM is not None:
+        _combine(part_ZM, log_sum_ZM, out_M)
+
+
+def _combine(part_ZM: Tensor, log_sum_ZM: Tensor, out_M: Tensor | None) -> None:
+    num_splits, num_rows, num_heads, head_dim = part_ZM.shape
+    pdl = launch.early(part_ZM.device)
+    block_h = min(triton.next_power_of_2(num_heads), max(1, 1024 // head_dim))
+    _combine_kernel[(num_rows, triton.cdiv(num_heads, block_h))](
+        part_ZM,
+        log_sum_ZM,
+        out_M,
+        num_rows,
+        num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_H=block_h,
+        NUM_SPLITS=num_splits,
+        PDL=pdl,
+        num_warps=4,
+        **launch.options(pdl),
     )
 
 
@@ -555,76 +546,14 @@ def _fold(
 
 
 @triton.jit
-def _share(reach, split, BLOCK_N: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """The first key of a program, and the one after its last."""
-    start, end = 0, reach
-    if NUM_SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(reach, BLOCK_N), NUM_SPLITS) * BLOCK_N
-        start = split * share
-        end = tl.minimum(reach, start + share)
-    return start, end
-
-
-@triton.jit
-def _prefetch(
-    k, v, entries, start, end, k_entry, v_entry,
-    HEAD_DIM: tl.constexpr, NUM_KEYS: tl.constexpr, SIZE: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
-    """Sends for the K and V of the first keys of [start, end). The cache is where all programs meet, so entries that
-    the kernel in front still writes do no harm; and the table's part is near when it is read again."""
-    key_N = start + tl.arange(0, NUM_KEYS)
-    entry_N = tl.maximum(tl.load(entries + key_N, mask=key_N < end, other=0), 0).to(tl.int64)
-    part_C = tl.arange(0, HEAD_DIM // SIZE if HEAD_DIM > SIZE else 1) * SIZE
-    _send_for(k + entry_N[:, None] * k_entry + part_C[None, :])
-    if VALUES:
-        _send_for(v + entry_N[:, None] * v_entry + part_C[None, :])
-
-
-@triton.jit
-def _send_for(pointers):
-    """The bulk request, which takes whole rows, has one thread of a warp at a time; this one has all at once."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _combined(part, log_sum, place_M, step, valid_M, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """The shares' outputs, weighted with their part of the softmax's denominator. Past the first cache, which other
-    programs' stores do not reach."""
-    at_MD = place_M[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    high_M = tl.zeros_like(place_M).to(tl.float32) + float("-inf")
-    for split in tl.static_range(NUM_SPLITS):
-        log_sum_M = tl.load(log_sum + split * step + place_M, mask=valid_M, other=float("-inf"), cache_modifier=".cg")
-        high_M = tl.maximum(high_M, log_sum_M)
-    high_M = tl.where(high_M == float("-inf"), 0.0, high_M)
-    sum_M = tl.zeros_like(high_M)
-    acc_MD = tl.zeros_like(at_MD).to(tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        log_sum_M = tl.load(log_sum + split * step + place_M, mask=valid_M, other=float("-inf"), cache_modifier=".cg")
-        weight_M = tl.exp2(log_sum_M - high_M)
-        share_MD = part + split * step * HEAD_DIM + at_MD
-        share_MD = tl.load(share_MD, mask=valid_M[:, None], other=0.0, cache_modifier=".cg")
-        sum_M += weight_M
-        acc_MD += weight_M[:, None] * share_MD
-    return acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
-
-
-@triton.jit
 def _keys(
     start, end, q_MD, k_D, v_D, entries, mass, see_M, sum_XD, sum_scale, mass_reach, high_M, sum_M, acc_MD,
     k_entry, v_entry, num_positions, scale,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, MASS_ROWS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The keys [start, end), with ``MASKED`` as far as each row sees them, else seen by all rows in whole steps."""
     key_N = tl.arange(0, BLOCK_N)
-    part_X = tl.arange(0, MASS_ROWS)
     # The next step's entries are read a step ahead, so the gathers below wait for no other load.
     entry_N = tl.load(entries + start + key_N, mask=start + key_N < num_positions, other=-1)
     for at in range(start, end, BLOCK_N):
@@ -649,11 +578,10 @@ def _keys(
         raw_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
         if MASS:
             if ONE_BLOCK or at < mass_reach:
-                part_XN = tl.dot(sum_XD, tl.trans(k_ND), input_precision=PRECISION) * sum_scale
-                counted_XN = (part_X[:, None] < PARTS) & (pos_N < tl.minimum(mass_reach, end))[None, :]
+                column_N = tl.sum(tl.dot(sum_XD, tl.trans(k_ND), input_precision=PRECISION), 0) * sum_scale
+                counted_N = pos_N < tl.minimum(mass_reach, end)
                 # Nobody else adds to these sums: an addition that is sent off and not waited for, in a known order.
-                # Each part has its own, or the threads that hold them would have to meet.
-                tl.atomic_add(mass + part_X[:, None] * num_positions + pos_N[None, :], part_XN, counted_XN, "relaxed")
+                tl.atomic_add(mass + pos_N, column_N, mask=counted_N, sem="relaxed")
         if MASKED:
             raw_MN = tl.where((pos_N[None, :] < see_M[:, None]) & here_N[None, :], raw_MN, float("-inf"))
         high_M, sum_M, acc_MD = _fold(raw_MN, scale, v_ND, high_M, sum_M, acc_MD, MASKED, VALUES, PRECISION)
@@ -662,14 +590,13 @@ def _keys(
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "per_seat", "blocks_a_seat", "num_live"])
 def _sweep_kernel(
-    q, k, v, out, part, log_sum, arrivals, mass, entries, see, blocks, live, bits, counts, query, counted_reach,
+    q, k, v, out, log_sum, mass, entries, see, blocks, live, bits, counts, query, counted_reach,
     q_row, q_head, k_entry, k_head, v_entry, v_head, bits_row,
     num_rows, num_heads, num_positions, num_keys, per_seat, blocks_a_seat, num_live, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
     NUM_SPLITS: tl.constexpr, RAGGED: tl.constexpr, SHADOWED: tl.constexpr, LIVE: tl.constexpr, VALUES: tl.constexpr,
     MASS: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, HAS_TABLES: tl.constexpr, PARTS: tl.constexpr, MASS_ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr, PREFETCH_SIZE: tl.constexpr,
+    PDL: tl.constexpr, HAS_TABLES: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key heads, splits, blocks of rows). Key heads run side by side, since an entry's heads lie side by side
     in memory: 8 KB for LLaDA."""
@@ -692,9 +619,6 @@ def _sweep_kernel(
         end_row = first_row + per_seat
         first_packed = (block % blocks_a_seat) * BLOCK_M
     reach = tl.load(blocks + 4)
-    entries += seat * num_positions
-    k_D = k + kv_head * k_head + tl.arange(0, HEAD_DIM)
-    v_D = v + kv_head * v_head + tl.arange(0, HEAD_DIM)
     # Keys that all rows see need no mask. Padding, which sees none, goes along and is zeroed at the end.
     all_see = tl.load(blocks + 5)
     packed_M = first_packed + tl.arange(0, BLOCK_M)
@@ -703,14 +627,6 @@ def _sweep_kernel(
     valid_M = row_M < end_row
     dim_D = tl.arange(0, HEAD_DIM)
     see_M = tl.minimum(tl.load(see + row_M, mask=valid_M, other=0), num_keys)
-    if (ONE_BLOCK and MASS) or not VALUES:
-        counted_M = tl.load(counts + row_M, mask=valid_M, other=0) != 0
-    if PREFETCH > 0:
-        start, end = _share(reach, split, BLOCK_N, NUM_SPLITS)
-        _prefetch(
-            k + kv_head * k_head, v + kv_head * v_head, entries, start, end, k_entry, v_entry,
-            HEAD_DIM, PREFETCH, PREFETCH_SIZE, VALUES,
-        )  # fmt: skip
     if PDL and HAS_TABLES:
         tl.extra.cuda.gdc_wait()
     q_MD = tl.load(
@@ -719,12 +635,14 @@ def _sweep_kernel(
         other=0.0,
     )
     if not VALUES:
+        counted_M = tl.load(counts + row_M, mask=valid_M, other=0) != 0
         reach = reach * tl.max(counted_M.to(tl.int32), 0)
     mass_reach, sum_scale = 0, 1.0
     sum_XD = q_MD
     if MASS:
         # One row in the matrix units' type, as a sum of three: to fp32's 24 bits, whatever the sum's size.
         if ONE_BLOCK:
+            counted_M = tl.load(counts + row_M, mask=valid_M, other=0) != 0
             sum_D = tl.sum(tl.where(counted_M[:, None], q_MD.to(tl.float32), 0.0), 0)
             mass_reach = tl.max(tl.where(counted_M, see_M, 0), 0)
         else:
@@ -737,36 +655,40 @@ def _sweep_kernel(
         high_D = sum_D.to(q_MD.dtype)
         middle_D = (sum_D - high_D).to(q_MD.dtype)
         low_D = (sum_D - high_D - middle_D).to(q_MD.dtype)
-        part_X = tl.arange(0, MASS_ROWS)[:, None]
+        part_X = tl.arange(0, 16)[:, None]
         sum_XD = tl.where(part_X == 0, high_D[None, :], tl.where(part_X == 1, middle_D[None, :], low_D[None, :]))
-        sum_XD = tl.where(part_X < PARTS, sum_XD, 0.0).to(q_MD.dtype)
-        mass += (seat * tl.num_programs(0) + kv_head).to(tl.int64) * PARTS * num_positions
+        sum_XD = tl.where(part_X < 3, sum_XD, 0.0).to(q_MD.dtype)
+        mass += (seat * tl.num_programs(0) + kv_head).to(tl.int64) * num_positions
 
-    start, end = _share(reach, split, BLOCK_N, NUM_SPLITS)
+    start, end = 0, reach
+    if NUM_SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(reach, BLOCK_N), NUM_SPLITS) * BLOCK_N
+        start = split * share
+        end = tl.minimum(reach, start + share)
     high_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    k_D = k + kv_head * k_head + dim_D
+    v_D = v + kv_head * v_head + dim_D
+    entries += seat * num_positions
     plain_end = start
     if not (SHADOWED or LIVE):  # a row that sees live entries alone is no padding: it must not go along
         # Whole steps of keys that all rows see: no mask, and no branch between the products.
         plain_end = start + tl.maximum(tl.minimum(end, all_see) - start, 0) // BLOCK_N * BLOCK_N
         high_M, sum_M, acc_MD = _keys(
             start, plain_end, q_MD, k_D, v_D, entries, mass, see_M, sum_XD, sum_scale, mass_reach, high_M, sum_M,
-            acc_MD, k_entry, v_entry, num_positions, scale, BLOCK_N, False, VALUES, MASS, ONE_BLOCK, PARTS,
-            MASS_ROWS, PRECISION, WIDE,
+            acc_MD, k_entry, v_entry, num_positions, scale, BLOCK_N, False, VALUES, MASS, ONE_BLOCK, PRECISION, WIDE,
         )  # fmt: skip
     # Without this question the assembler takes the products of the loop before for unfinished, and puts all of them one
     # behind the other.
     if plain_end < end:
         high_M, sum_M, acc_MD = _keys(
             plain_end, end, q_MD, k_D, v_D, entries, mass, see_M, sum_XD, sum_scale, mass_reach, high_M, sum_M, acc_MD,
-            k_entry, v_entry, num_positions, scale, BLOCK_N, True, VALUES, MASS, ONE_BLOCK, PARTS, MASS_ROWS,
-            PRECISION, WIDE,
+            k_entry, v_entry, num_positions, scale, BLOCK_N, True, VALUES, MASS, ONE_BLOCK, PRECISION, WIDE,
         )  # fmt: skip
 
     if LIVE:
-        # A loop, though the list fits one step, and behind a question: else the assembler puts all products of the
-        # kernel one behind the other.
+        # A loop, though the list fits one step, and behind a question, for the same reason.
         listed = num_live * (split == NUM_SPLITS - 1)  # the share that rounding leaves shortest
         if listed > 0:
             for first in range(0, listed, BLOCK_J):
@@ -790,21 +712,46 @@ def _sweep_kernel(
     if not LIVE:
         seeing_M = seeing_M & (see_M > 0)
     place_M = row_M.to(tl.int64) * num_heads + head_M
-    step = num_rows.to(tl.int64) * num_heads
+    if NUM_SPLITS > 1:
+        place_M += split * num_rows.to(tl.int64) * num_heads
     if VALUES:
         acc_MD = tl.where(seeing_M[:, None], acc_MD / tl.where(seeing_M, sum_M, 1.0)[:, None], 0.0)
-        part_MD = part + (split * step + place_M)[:, None] * HEAD_DIM + dim_D[None, :]
-        tl.store(part_MD, acc_MD.to(part.dtype.element_ty), mask=valid_M[:, None])
+        out_MD = out + place_M[:, None] * HEAD_DIM + dim_D[None, :]
+        tl.store(out_MD, acc_MD.to(out.dtype.element_ty), mask=valid_M[:, None])
     if NUM_SPLITS > 1 or not VALUES:
         log_sum_M = tl.where(seeing_M, high_M + tl.log2(tl.where(seeing_M, sum_M, 1.0)), float("-inf"))
-        tl.store(log_sum + split * step + place_M, log_sum_M, mask=valid_M)
-    if NUM_SPLITS > 1:
-        arrivals += block * tl.num_programs(0) + kv_head
-        tl.debug_barrier()  # the arrival of one thread speaks for all
-        if tl.atomic_add(arrivals, 1, sem="acq_rel") == NUM_SPLITS - 1:
-            tl.store(arrivals, 0)
-            out_MD = _combined(part, log_sum, place_M, step, valid_M, HEAD_DIM, NUM_SPLITS).to(out.dtype.element_ty)
-            tl.store(out + place_M[:, None] * HEAD_DIM + dim_D[None, :], out_MD, mask=valid_M[:, None])
+        tl.store(log_sum + place_M, log_sum_M, mask=valid_M)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine_kernel(
+    part, log_sum, out, num_rows, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks of heads). The splits' outputs, weighted by their share of the softmax's denominator."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head_H = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    valid_H = head_H < num_heads
+    dim_D = tl.arange(0, HEAD_DIM)
+    place_H = tl.program_id(0).to(tl.int64) * num_heads + head_H
+    step = num_rows.to(tl.int64) * num_heads
+    high_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        high_H = tl.maximum(high_H, tl.load(log_sum + split * step + place_H, mask=valid_H, other=float("-inf")))
+    high_H = tl.where(high_H == float("-inf"), 0.0, high_H)
+    sum_H = tl.zeros([BLOCK_H], tl.float32)
+    acc_HD = tl.zeros([BLOCK_H, HEAD_DIM], tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at_H = split * step + place_H
+        weight_H = tl.exp2(tl.load(log_sum + at_H, mask=valid_H, other=float("-inf")) - high_H)
+        part_HD = tl.load(part + at_H[:, None] * HEAD_DIM + dim_D[None, :], mask=valid_H[:, None], other=0.0)
+        sum_H += weight_H
+        acc_HD += weight_H[:, None] * part_HD
+    acc_HD = acc_HD / tl.where(sum_H > 0, sum_H, 1.0)[:, None]
+    out_HD = out + place_H[:, None] * HEAD_DIM + dim_D[None, :]
+    tl.store(out_HD, acc_HD.to(out.dtype.element_ty), mask=valid_H[:, None])
 
 
 @triton.jit
