@@ -139,15 +139,25 @@ def pass_cost(
     """Passes of the whole network: layer weights and head once a pass, K/V read and K/V written.
 
     ``rows``, ``scored`` rows, the positions whose K/V are read (``keys_read``) and pairs of a row and a key
-    (``row_keys``) are counted over all seats and passes. ``weight_size`` is the bytes of a layer's weight.
+    (``row_keys``) are counted over all seats and passes. ``weight_size`` is the bytes of a layer's weight; products in
+    8 bits count half, since the matrix units do twice as many of them.
     """
     layers, head = layer_parameters(config), config.vocab_size * config.hidden_size
     moved = passes * (weight_size * layers + size * head) + kv_bytes(config, size) * (keys_read + rows)
     attention = 4 * row_keys * config.num_layers * config.num_heads * config.head_dim
-    return Cost(moved, 2 * rows * layers + 2 * scored * head + attention)
+    return Cost(moved, 2 * rows * layers * weight_size / size + 2 * scored * head + attention)
 
 
-def step_cost(config: ModelConfig, *, seats: int, rows: int, scored: int, keys: int, size: int = 2) -> Cost:
+def step_cost(
+    config: ModelConfig,
+    *,
+    seats: int,
+    rows: int,
+    scored: int,
+    keys: int,
+    size: int = 2,
+    weight_size: int | None = None,
+) -> Cost:
     """One pass in which each of ``seats`` runs ``rows`` rows over ``keys`` positions and scores ``scored`` of them."""
     return pass_cost(
         config,
@@ -155,6 +165,6 @@ def step_cost(config: ModelConfig, *, seats: int, rows: int, scored: int, keys: 
         scored=seats * scored,
         keys_read=seats * keys,
         row_keys=seats * rows * keys,
-        weight_size=size,
+        weight_size=weight_size or size,
         size=size,
     )

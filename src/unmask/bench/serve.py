@@ -24,6 +24,7 @@ from unmask.engine.llm import LLM
 from unmask.engine.outputs import CompletionOutput, RequestOutput
 from unmask.eval.word_problems import held_out
 from unmask.methods import method_named
+from unmask.models.quantization import is_fp8
 
 MOST_TOKENS = 16
 """That a step commits: those of a decode window."""
@@ -166,7 +167,7 @@ class Bench:
         if llm.method.policy == "block-causal" or llm.method.frontier == "pipeline":
             return None
         each = list(zip(answers, lengths))
-        fp8 = getattr(llm.engine_config, "quantization", None) == "fp8" or _is_fp8(llm.model)
+        fp8 = isinstance(llm.model, torch.nn.Module) and is_fp8(llm.model)
         size = llm.model.head.element_size()
         return pass_cost(
             llm.model.config,
@@ -182,10 +183,6 @@ class Bench:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def _is_fp8(model: Any) -> bool:
-    return any(type(each).__name__ == "Fp8Linear" for each in model.modules())
 
 
 def make_prompts(llm: LLM, load: Load) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from unmask.decoding.params import DecodeParams, seat_params
 from unmask.engine.graphs import CapturedStep
 from unmask.engine.step import READBACK, Budgets, Step
 from unmask.models.config import ModelConfig
+from unmask.models.quantization import is_fp8, quantize_
 from unmask.models.transformer import Transformer
 
 PROMPT, ANSWER = 1024, 512
@@ -118,14 +119,15 @@ def kinds(capacity: int = PROMPT + ANSWER, answer: int = ANSWER) -> dict[str, Ki
     return {kind.name: kind for kind in named}
 
 
-def cost(kind: Kind, config: ModelConfig, seats: int, keys: int, size: int) -> Cost:
+def cost(kind: Kind, config: ModelConfig, seats: int, keys: int, size: int, weight_size: int | None = None) -> Cost:
     """Both passes, where there are two: the second reads the weights again and scores what it searches."""
-    first = step_cost(config, seats=seats, rows=kind.rows, scored=kind.scored, keys=keys, size=size)
+    shared: dict[str, Any] = {"seats": seats, "keys": keys, "size": size, "weight_size": weight_size}
+    first = step_cost(config, rows=kind.rows, scored=kind.scored, **shared)
     drafter = kind.drafter()
     if not isinstance(drafter, TwoPass):
         return first
     rows, searched = drafter.num_second, drafter.num_search
-    return first + step_cost(config, seats=seats, rows=rows, scored=searched, keys=keys, size=size)
+    return first + step_cost(config, rows=rows, scored=searched, **shared)
 
 
 # Seats in the middle of a decode
@@ -220,7 +222,8 @@ def measure(
         replays = max(1, min(REPLAYS, room))
         seconds = median_seconds(run, device, replays=replays)
     told = {name: step.readback[:, column].tolist() for column, name in enumerate(READBACK)}
-    floor = cost(kind, model.config, seats, capacity, model.head.element_size())
+    weight_size = 1 if is_fp8(model) else None
+    floor = cost(kind, model.config, seats, capacity, model.head.element_size(), weight_size)
     rows = sum(told["num_rows"]) / seats
     passes = int(step.canvas.pass_S[0]) - 1
     committed = answer - sum(told["num_undecided"]) / seats
@@ -316,6 +319,7 @@ def run(
     per_pass: float = 2.8,
     compiled: bool = False,
     kernels: str = "auto",
+    quantization: str | None = None,
     seconds: float = 600,
     parts: Sequence[str] = PARTS,
     ceiling_sizes: dict[str, Any] | None = None,
@@ -327,6 +331,9 @@ def run(
     ceilings = measure_ceilings(device, **(ceiling_sizes or {}))
     results.note(ceilings=vars(ceilings), shape=shape, prompt=prompt, answer=answer, kernels=kernels, memory=[])
     model = random_network(shape, device, max_positions=capacity)
+    if quantization is not None:
+        quantize_(model, quantization)
+        results.note(quantization=quantization)
     # Where scores are shifted no method verifies, and a block's first position is scored in its refresh alone.
     wanted = [
         cell

@@ -111,6 +111,7 @@ def step(
         bool, typer.Option("--compiled", help="The first targets also with what surrounds the network compiled.")
     ] = False,
     kernels: KernelsOption = "auto",
+    quantization: Quantization = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare captured with eager steps instead, tensor by tensor.")
     ] = False,
@@ -133,7 +134,8 @@ def step(
         return
     from unmask.bench import whole_step
 
-    results = _results("step_times", device, out, shape, None if kernels == "auto" else kernels)
+    EngineConfig(quantization=quantization)
+    results = _results("step_times", device, out, shape, quantization, None if kernels == "auto" else kernels)
     on_gpu = device.startswith("cuda")
     whole_step.run(
         results,
@@ -145,6 +147,7 @@ def step(
         per_pass=tokens_per_pass,
         compiled=compiled and on_gpu,
         kernels=kernels,
+        quantization=quantization,
         seconds=seconds,
         parts=tuple(parts or PARTS),
         tell=_teller(as_json),

@@ -74,6 +74,11 @@ class Fp8Linear(nn.Module):
         return self
 
 
+def is_fp8(model: nn.Module) -> bool:
+    """Whether products of this network run in 8 bits."""
+    return any(isinstance(each, Fp8Linear) for each in model.modules())
+
+
 def quantize_(model: Transformer, quantization: str) -> Transformer:
     """Replace the weights of every layer's products in place, one product after the other: beyond the model, memory
     never holds more than one of them.

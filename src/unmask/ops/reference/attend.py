@@ -121,8 +121,8 @@ class MassSum:
     """Attention weights instead of raw q . k; see `tracking_mass`."""
     sum_SN: Tensor | None = None
     part_SHN: Tensor | None = None
-    """What kernels summed, key heads [S, Hkv, N] apart, so that one addition a pass goes over them and not one a layer; of
-    raw q . k only, not divided by the number of heads."""
+    """What kernels summed, key heads [S, Hkv, N] apart, so that one addition a pass goes over them and not one a layer.
+    Of raw q . k only, and not divided by the number of heads."""
     num_heads: int = 1
 
     def add(self, mass_SN: Tensor) -> None:

@@ -129,9 +129,9 @@ def _tile_for(packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_pr
     """For ``packed`` rows of a seat under one key head, and ``num_sweeps`` pairs of a seat and a key head.
 
     Measured on one H200, head size 128, us a layer (docs/kernels.md): 32 seats x 128 rows x 1,536 keys take 282 in
-    128 x 128, with mass 310 where narrower steps take 338 and more; 1 seat takes 18.5 in 4 shares of 128 x 64, 22.6 and more
-    in others; 160 rows x 32 seats 424 in 64 x 64 and 527 in 128 x 64; 16 rows x 1 seat 12.1 in 4 shares of 16 x 128 and
-    14.1 in 8 of 64 x 64.
+    128 x 128, with mass 310 where narrower steps take 338 and more; 1 seat takes 18.5 in 4 shares of 128 x 64, 22.6 and
+    more in others; 160 rows x 32 seats 424 in 64 x 64 and 527 in 128 x 64; 16 rows x 1 seat 12.1 in 4 shares of
+    16 x 128 and 14.1 in 8 of 64 x 64.
     """
     if is_fp32:  # exact products run on no matrix unit: small tiles, or everything spills
         tile = Tile(16, 32, 1, num_warps=8, num_stages=1)
