@@ -8,7 +8,6 @@ M rows, D hidden size, F MLP size, V vocabulary, C scored rows, H query heads, H
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unmask import ops as unmask_ops
 from unmask.bench import kernels_attend
 from unmask.bench.checking import BOUNDS, error, poisoned
-from unmask.bench.floor import elementwise_cost, linear_cost, measure_ceilings, project_cost, stats_cost
+from unmask.bench.floor import Cost, elementwise_cost, linear_cost, measure_ceilings, project_cost, stats_cost
 from unmask.bench.results import Results
 from unmask.bench.trial import Case, Trial, check, measure
+from unmask.ops.reference import linear as linear_reference
 from unmask.ops.reference import logit_stats as stats_reference
 from unmask.ops.reference import mlp as mlp_reference
 from unmask.ops.reference import norm as norm_reference
@@ -35,7 +36,16 @@ MAX_WEIGHTS = 16
 STATS_BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Of probabilities. The logits are rounded to the type first: 2^-9 of a logit of 6 is 1% of its exponential."""
 BF16 = torch.bfloat16
-OPS = ("attend", "project_and_store", "logit_stats", "add_rms_norm", "rms_norm", "swiglu", "linear")
+OPS = (
+    "attend",
+    "project_and_store",
+    "logit_stats",
+    "add_rms_norm",
+    "rms_norm",
+    "swiglu",
+    "linear",
+    "linear_swiglu",
+)
 """What `bench kernels --op` takes."""
 
 
@@ -53,13 +63,13 @@ class Ops:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
     linear: Callable[[Tensor, Tensor], Tensor]
+    linear_swiglu: Callable[[Tensor, Tensor], Any]
 
 
 def triton_ops() -> Ops:
-    """The kernels. `linear` is the library's where there is no kernel for it."""
+    """The kernels. Products are what `unmask.ops` takes for their shapes: the library's, where it is the faster one."""
     from unmask.ops.triton import attend, logit_stats, mlp, norm, project
 
-    own = importlib.util.find_spec("unmask.ops.triton.linear")
     return Ops(
         attention=attend,
         project_and_store=project.project_and_store,
@@ -68,7 +78,8 @@ def triton_ops() -> Ops:
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         swiglu=mlp.swiglu,
-        linear=importlib.import_module("unmask.ops.triton.linear").linear if own else F.linear,
+        linear=unmask_ops.linear,
+        linear_swiglu=unmask_ops.linear_swiglu,
     )
 
 
@@ -83,6 +94,7 @@ def reference_ops() -> Ops:
         add_rms_norm=norm_reference.add_rms_norm,
         swiglu=mlp_reference.swiglu,
         linear=F.linear,
+        linear_swiglu=linear_reference.linear_swiglu,
     )
 
 
@@ -315,6 +327,31 @@ def linear_trial(
     )
 
 
+def gated_trial(
+    ops: Ops, num_rows: int, num_in: int = 4096, num_out: int = 24576, *, device: Any, dtype: torch.dtype = BF16
+) -> Trial:
+    """Gate and up with the activation, beside the library's product with the activation's kernel behind it."""
+    num_weights = _num_weights(num_in * num_out * dtype.itemsize, device)
+    weights = [_randn(num_out, num_in, device=device, dtype=dtype, scale=0.02) for _ in range(num_weights)]
+    x_MD = _randn(num_rows, num_in, device=device, dtype=dtype)
+
+    def errors() -> dict[str, float]:
+        with poisoned():
+            out = ops.linear_swiglu(x_MD, weights[0])
+        return {"out": error(out, mlp_reference.swiglu(x_MD.double() @ weights[0].double().T))}
+
+    # The product's own output, twice as wide as the result, need not touch memory.
+    floor = linear_cost(num_rows, num_in, num_out, dtype.itemsize) + Cost(-num_rows * num_out / 2 * dtype.itemsize)
+    return Trial(
+        errors=errors,
+        bound=BOUNDS[dtype],
+        cost=floor,
+        ours=lambda number: ops.linear_swiglu(x_MD, weights[number % num_weights]),
+        others={"product, then swiglu": lambda number: ops.swiglu(F.linear(x_MD, weights[number % num_weights]))},
+        num_calls=num_weights,
+    )
+
+
 # The lists
 
 
@@ -359,7 +396,8 @@ def timed_cases(ops: Ops, device: Any, *, quick: bool = False) -> Iterator[Case]
         yield _case("add_rms_norm", shape, lambda r=rows: norm_trial(ops, r, device=device))  # type: ignore[misc]
         yield _case("rms_norm", shape, lambda r=rows: norm_trial(ops, r, device=device, add=False))  # type: ignore[misc]
         yield _case("swiglu", shape, lambda r=rows: swiglu_trial(ops, r, device=device))  # type: ignore[misc]
-        for num_in, num_out in ((4096, 24576), (12288, 4096), (4096, 4096)):
+        yield _case("linear_swiglu", shape, lambda r=rows: gated_trial(ops, r, device=device))  # type: ignore[misc]
+        for num_in, num_out in ((12288, 4096), (4096, 4096)):
             sizes = shape | {"num_in": num_in, "num_out": num_out}
             yield _case("linear", sizes, lambda s=sizes: linear_trial(ops, device=device, **s))  # type: ignore[misc]
 
@@ -379,6 +417,7 @@ def tiny_cases(ops: Ops, device: Any) -> list[Case]:
         Case("rms_norm", {"rows": 3}, lambda: norm_trial(ops, 3, 32, device=device, dtype=f32, add=False)),
         Case("swiglu", {"rows": 3}, lambda: swiglu_trial(ops, 3, 32, device=device, dtype=f32)),
         Case("linear", {"rows": 3}, lambda: linear_trial(ops, 3, 32, 48, device=device, dtype=f32)),
+        Case("linear_swiglu", {"rows": 3}, lambda: gated_trial(ops, 3, 32, 48, device=device, dtype=f32)),
     ]
 
 

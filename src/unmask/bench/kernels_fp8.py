@@ -33,8 +33,8 @@ PRODUCT_BOUND = 5e-3
 QUANTISED_BOUND = 5e-3
 """Beside the reference: a sum in another order moves few values, each by one step of 2^-3."""
 NORMED_BOUND = 3e-2
-"""The same behind a norm or the activation: if their rounding in another order moves the largest value of a row (by 2^-8
-in bf16), the whole row is quantised anew, and where one row is all, that is as much as 8 bits err: 2^-4 / sqrt(3)."""
+"""The same behind a norm or the activation: if their rounding in another order moves the largest value of a row (by
+2^-8 in bf16), the whole row is quantised anew; where one row is all, that is as much as 8 bits err, 2^-4 / sqrt(3)."""
 EPS = 1e-5
 
 

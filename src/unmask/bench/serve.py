@@ -126,7 +126,7 @@ class Bench:
         row = self._row(load, llm, outputs, seconds)
         with underway(llm, first, load.params()) as go:
             go(WARM_STEPS)
-            row["idle_share"] = idle_share(lambda: go(TRACED_STEPS), self.device) if idle else None
+            row |= trace(lambda: go(TRACED_STEPS), self.device) if idle else {"idle_share": None}
         if self.device.type == "cuda":
             row["allocated_GB"] = torch.cuda.max_memory_allocated() / 1e9
             row["reserved_GB"] = torch.cuda.max_memory_reserved() / 1e9
@@ -226,16 +226,40 @@ def busy_share(spans: Iterable[tuple[float, float]]) -> float:
     return busy / (reached - first) if reached > first else 1.0
 
 
-def idle_share(call: Callable[[], Any], device: torch.device) -> float | None:
-    """Of a traced run: 1 - busy / span over everything that ran on the device. None without one."""
+def trace(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Of `TRACED_STEPS` steps: ``idle_share``, 1 - busy / span over everything that ran on the device, and ``trace``, the
+    kinds of kernels with their number and microseconds a step. None and nothing without a GPU."""
     if device.type != "cuda":
-        return None
+        return {"idle_share": None}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
-    spans = ((e.time_range.start, e.time_range.end) for e in profile.events() or () if e.device_type == on_gpu)
-    return 1.0 - busy_share(spans)
+    events = [event for event in profile.events() or () if event.device_type == on_gpu]
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    kinds: dict[str, list[float]] = {}
+    for event, (start, end) in zip(events, spans):
+        kind = kinds.setdefault(kernel_kind(event.name), [0, 0.0])
+        kind[0] += 1 / TRACED_STEPS
+        kind[1] += (end - start) / TRACED_STEPS
+    ordered = sorted(kinds.items(), key=lambda each: -each[1][1])
+    return {
+        "idle_share": 1.0 - busy_share(spans),
+        "trace": [{"kind": kind, "calls": calls, "us": us} for kind, (calls, us) in ordered],
+    }
+
+
+def kernel_kind(name: str) -> str:
+    """Our kernels by name, those of others by what they are for."""
+    if name.startswith("_") and name.endswith("_kernel"):
+        return name
+    if name.startswith(("Memcpy", "Memset")) or "memcpy" in name:
+        return "copies"
+    if name.startswith("triton_"):
+        return "around the network, compiled"
+    if any(word in name for word in ("nvjet", "gemm", "cutlass", "splitKreduce")):
+        return "library products"
+    return "around the network"
 
 
 def _tidy(device: torch.device) -> None:

@@ -30,7 +30,7 @@ app = typer.Typer(
 
 SHAPES = ("llada-8b", "dream-7b", "mini", "tiny")
 """Names of `unmask.bench.shapes`, which needs torch; a test holds the two together."""
-OPS = ("attend", "project_and_store", "logit_stats", "add_rms_norm", "rms_norm", "swiglu", "linear")
+OPS = ("attend", "project_and_store", "logit_stats", "add_rms_norm", "rms_norm", "swiglu", "linear", "linear_swiglu")
 PARTS = ("targets", "grid", "memory")
 KERNELS = ("auto", "reference", "triton")
 LARGE = ("llada-8b", "dream-7b")
