@@ -227,8 +227,8 @@ def busy_share(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def trace(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Of `TRACED_STEPS` steps: ``idle_share``, 1 - busy / span over everything that ran on the device, and ``trace``, the
-    kinds of kernels with their number and microseconds a step. None and nothing without a GPU."""
+    """Of `TRACED_STEPS` steps: ``idle_share``, 1 - busy / span over everything that ran on the device, and ``trace``,
+    the kinds of kernels with their number and microseconds a step. None and nothing without a GPU."""
     if device.type != "cuda":
         return {"idle_share": None}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
