@@ -65,6 +65,12 @@ def test_no_torch_is_needed() -> None:
         ("flash-verify-reference", ("window", "tracked", "two-pass", "even")),
         ("flash-dllm", ("window", "tracked", "two-pass", "even")),
         ("flash-verify-uncached", ("window", "recompute", "two-pass", "even")),
+        ("dkv-cache", ("blocks", "delayed", "none", "family")),
+        ("dllm-cache", ("blocks", "drift", "none", "even")),
+        ("spa-cache", ("blocks", "drift", "none", "even")),
+        ("one-pass", ("window", "recompute", "one-pass", "even")),
+        ("one-pass-cache", ("window", "tracked", "one-pass", "even")),
+        ("freedave", ("blocks", "dual", "nested", "even")),
         ("d2f", ("pipeline", "block-causal", "none", "even")),
         ("d2f-uncached", ("pipeline", "recompute", "none", "even")),
     ],
@@ -110,12 +116,13 @@ READERS = {
     "tau_act": ("pipeline",),
     "pipeline_depth": ("pipeline",),
     "early_stop": ("pipeline",),
-    "refresh_interval": ("prefix", "dual", "tracked"),
+    "refresh_interval": ("prefix", "dual", "tracked", "delayed", "drift"),
+    "answer_interval": ("drift",),
     "refresh_window": ("tracked",),
     "track": ("tracked",),
-    "search": ("two-pass",),
-    "gamma": ("two-pass",),
-    "accept": ("two-pass",),
+    "search": ("two-pass", "one-pass"),
+    "gamma": ("two-pass", "one-pass"),
+    "accept": ("two-pass", "one-pass"),
     "isolation": ("two-pass",),
 }
 VALUES: dict[str, Any] = {"accept": "product", "isolation": "reference", "early_stop": False, "track": 0, "gamma": 0.0}
@@ -127,7 +134,7 @@ def test_a_field_is_refused_where_nothing_reads_it(name: str) -> None:
     value = VALUES.get(name, 2)
     for method in METHODS.values():
         reads = bool({method.frontier, method.policy, method.drafter} & set(READERS[name]))
-        if reads:
+        if reads and (method.drafter, name) != ("nested", "refresh_interval"):
             assert getattr(complete(method, **{name: value}), name) == value
             continue
         with pytest.raises(ConfigError, match=f"does not read {name}; methods that do: ") as error:
@@ -214,7 +221,9 @@ def test_members_that_exclude_each_other(frontier: str, policy: str, drafter: st
         (policy == "block-causal" and frontier != "pipeline")
         or (frontier == "pipeline" and policy not in ("recompute", "block-causal"))
         or (policy in ("prefix", "dual") and frontier != "blocks")
-        or (frontier == "pipeline" and drafter == "two-pass")
+        or (frontier == "pipeline" and drafter in ("two-pass", "one-pass"))
+        or (policy == "drift" and drafter != "none")
+        or (drafter == "nested" and policy != "dual")
     )
     axes = {"frontier": frontier, "policy": policy, "drafter": drafter}
     if legal:
@@ -338,7 +347,10 @@ def test_the_schedule_follows_the_family() -> None:
 
 
 def test_who_leads() -> None:
-    assert {name for name, method in METHODS.items() if leads(method, 1)} == {"fast-dllm-prefix", "fast-dllm-dual"}
+    assert {name for name, method in METHODS.items() if leads(method, 1) and method.drafter == "none"} == {
+        "fast-dllm-prefix",
+        "fast-dllm-dual",
+    }
     assert not any(leads(method, 0) for method in METHODS.values())
 
 

@@ -218,6 +218,8 @@ class SamplingParams:
     """For tracked caches: leftmost undecided positions that a pass recomputes; those it may decide always are."""
     track: int | None = None
     """For tracked caches: decided positions that a pass recomputes; those just committed always are."""
+    answer_interval: int | None = None
+    """Drift caches: the answer alone is recomputed every so many passes, and the prompt every `refresh_interval`."""
     refresh_interval: int | None = None
     """For caches: the whole canvas is recomputed every so many passes of this request."""
     search: int | None = None
@@ -304,6 +306,7 @@ def _check_ranges(p: SamplingParams) -> None:
     _int_field("refresh_window", p.refresh_window, 1)
     _int_field("track", p.track, 0)
     _int_field("refresh_interval", p.refresh_interval, 1)
+    _int_field("answer_interval", p.answer_interval, 1)
     _int_field("search", p.search, 1)
     _float_field("temperature", p.temperature, 0, 100, none=False)
     _float_field("top_p", p.top_p, 1e-6, 1, none=False)

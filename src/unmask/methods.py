@@ -27,23 +27,54 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "prefix": ("refresh_interval",),
     "dual": ("refresh_interval",),
     "tracked": ("refresh_window", "track", "refresh_interval"),
+    "delayed": ("refresh_interval",),
     "block-causal": (),
+    "drift": ("refresh_interval", "answer_interval"),
 }
 """What is recomputed, and the request fields that each member reads."""
-DRAFTERS: Mapping[str, tuple[str, ...]] = {"none": (), "two-pass": ("search", "gamma", "accept", "isolation")}
+DRAFTERS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "two-pass": ("search", "gamma", "accept", "isolation"),
+    "one-pass": ("search", "gamma", "accept"),
+    "nested": (),
+}
 """What is tried ahead, and the request fields that each member reads."""
 SCHEDULES = ("even", "dream", "family")
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "drift": {
+        "identifier": "value",
+        "writes": "values",
+        "curve": "uniform",
+        "ratio": 0.25,
+        "rank": 128,
+        "refresh": "apart",
+        "warmup": 0,
+        "kept": "all",
+        "new_first": "no",
+    },
     "tracked": {"mass": "logits", "mass_first_layer": 2, "mass_last_layer": None, "mass_rows": "decode"},
+    "delayed": {"variant": "decode", "shift_type": "un_right"},
     "two-pass": {"verify_rows": 32, "max_search": 8},
+    "one-pass": {"max_search": 8},
+    "nested": {"num_drafts": 3, "block_width": 16},
 }
 """What a row may set once for all its requests, by member, with the defaults.
 
 mass: raw attention logits or softmax weights tell which decided positions matter; summed over the layers from
 mass_first_layer up to mass_last_layer (exclusive; None: all), and over the rows of the decode or the refresh window.
-verify_rows: rows of a verification, the context included. max_search: the largest `search` of a request.
+verify_rows: rows of a verification, the context included. max_search: the largest `search` of a request, of which a
+"one-pass" has two rows each but the first.
+variant: rows of tokens are kept once they are known for a pass (decode), those of the prompt for good (prefill), or
+both (pd). shift_type: under shifted logits, which of the row's own token and the one that it scores must be known: both
+(un_right), its own (right), or the other (un).
+num_drafts: tokens that are tried ahead in a pass. block_width: the longest block of a request.
 """
 MAX_VERIFY_ROWS = 64  # the rows of one verification see each other through a list of this many entries
+_UNREAD: Mapping[str, tuple[str, ...]] = {"nested": ("refresh_interval",)}
+"""Fields that a member keeps others from reading. A drafter makes passes fewer, so counting them gives other refreshes
+and other answers, where it promises the answers of one token a pass."""
+MAX_ONE_PASS_SEARCH = 22  # and those of one-pass verification: two rows a draft but the first, and its canvas entry
+_SEARCHING = ("two-pass", "one-pass")
 _AXIS_FIELDS = frozenset(name for axis in (FRONTIERS, POLICIES, DRAFTERS) for names in axis.values() for name in names)
 _CACHED_BY_BLOCK = ("prefix", "dual")
 _ADAPTIVE = ("threshold", "factor", "entropy_bound")
@@ -65,15 +96,29 @@ def _choice(what: str, value: str, known: Iterable[str]) -> None:
         raise MethodError(f"{what} {value!r} is unknown; {nearest(str(value), known)}")
 
 
-_ALLOWED: Mapping[str, tuple[str, ...] | int] = {
+_ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
+    "identifier": ("value", "proxy", "input"),
+    "writes": ("dense", "values", "sparse"),
+    "curve": ("uniform", "published", "auto"),
+    "ratio": 0.0,
+    "rank": 1,
+    "refresh": ("apart", "together"),
+    "warmup": 0,
+    "kept": ("all", "chosen"),
+    "new_first": ("no", "yes"),
     "mass": ("logits", "softmax"),
     "mass_rows": ("decode", "refresh"),
     "mass_first_layer": 0,
     "mass_last_layer": 1,
+    "variant": ("decode", "prefill", "pd"),
+    "shift_type": ("un", "un_right", "right"),
     "verify_rows": 2,
     "max_search": 1,
+    "num_drafts": 1,
+    "block_width": 1,
 }
-"""Values of each option: these words, or integers from this one on; None where it is the default."""
+"""Values of each option: these words, integers from this one on, or numbers from this one to 1; None where it is the
+default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +163,8 @@ class Method:
     @property
     def reads(self) -> frozenset[str]:
         """The request fields that only some methods read and this one does."""
-        return frozenset((*FRONTIERS[self.frontier], *POLICIES[self.policy], *DRAFTERS[self.drafter]))
+        read = (*FRONTIERS[self.frontier], *POLICIES[self.policy], *DRAFTERS[self.drafter])
+        return frozenset(read) - frozenset(_UNREAD.get(self.drafter, ()))
 
     @property
     def attention(self) -> str:
@@ -165,10 +211,20 @@ class Method:
                 f"{me}: policy {policy!r} recomputes one block at a time, and frontier {frontier!r} decides outside of "
                 "it; use frontier 'blocks', or policy 'recompute'"
             )
-        if self.drafter == "two-pass" and frontier == "pipeline":
+        if policy == "drift" and self.drafter != "none":
             raise MethodError(
-                f"{me}: drafter 'two-pass' verifies with rows that see the whole canvas, and those of frontier "
+                f"{me}: policy 'drift' chooses among the answer's rows in every layer, and drafter {self.drafter!r} "
+                "brings rows that are none of it; use drafter 'none', or policy 'recompute'"
+            )
+        if self.drafter in _SEARCHING and frontier == "pipeline":
+            raise MethodError(
+                f"{me}: drafter {self.drafter!r} verifies with rows that see the whole canvas, and those of frontier "
                 "'pipeline' do not; use drafter 'none', or frontier 'window'"
+            )
+        if self.drafter == "nested" and policy != "dual":
+            raise MethodError(
+                f"{me}: drafter 'nested' tries tokens of a block on a canvas that is left alone meanwhile, and policy "
+                f"{policy!r} recomputes more than the block; use policy 'dual', or drafter 'none'"
             )
 
     def _check_option_name(self, name: str) -> None:
@@ -192,11 +248,22 @@ class Method:
             self._check_mass_layers(self.option("mass_first_layer"), self.option("mass_last_layer"))
         if self.drafter == "two-pass":
             self._check_verify_rows(self.option("verify_rows"), self.option("max_search"))
+        if self.drafter == "nested":
+            self._check_views(self.option("num_drafts"), self.option("block_width"))
+        if self.drafter == "one-pass" and (most := self.option("max_search")) > MAX_ONE_PASS_SEARCH:
+            raise MethodError(
+                f"method {self.name!r}: max_search={most}, and one pass can verify {MAX_ONE_PASS_SEARCH} drafts; "
+                f"use at most {MAX_ONE_PASS_SEARCH}"
+            )
 
     def _check_option_value(self, name: str, value: Any) -> None:
         allowed, what = _ALLOWED[name], f"method {self.name!r}: option {name}"
         if isinstance(allowed, tuple):
             _choice(what, value, allowed)
+            return
+        if isinstance(allowed, float):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not allowed <= value <= 1:
+                raise MethodError(f"{what} must be a number from {allowed:g} to 1, got {value!r}")
             return
         number = isinstance(value, int) and not isinstance(value, bool) and value >= allowed
         default = next(options[name] for options in OPTIONS.values() if name in options)
@@ -219,6 +286,19 @@ class Method:
                 f"verify_rows={rows}; use verify_rows of at least {2 * search}, or max_search of at most {rows // 2}"
             )
 
+    def _check_views(self, num_drafts: int, width: int) -> None:
+        """A block and its views are one list."""
+        if num_drafts > width:
+            raise MethodError(
+                f"method {self.name!r}: num_drafts={num_drafts} do not fit block_width={width}; use fewer"
+            )
+        if (entries := (num_drafts + 1) * width) > MAX_VERIFY_ROWS:
+            raise MethodError(
+                f"method {self.name!r}: num_drafts={num_drafts} over block_width={width} need {entries} entries and "
+                f"{MAX_VERIFY_ROWS} are possible; use a block_width of at most {MAX_VERIFY_ROWS // (num_drafts + 1)}, "
+                "or fewer drafts"
+            )
+
     def _check_sampling(self) -> None:
         """A row that recommends nonsense fails where it is written."""
         SamplingParams().filled(self.sampling)
@@ -229,7 +309,7 @@ class Method:
                     f"method {self.name!r} recommends {name}={said[name]}, which its members "
                     f"({self.frontier}, {self.policy}, {self.drafter}) do not read; leave it out"
                 )
-        if self.drafter == "two-pass" and (said.get("search") or 0) > (most := self.option("max_search")):
+        if self.drafter in _SEARCHING and (said.get("search") or 0) > (most := self.option("max_search")):
             raise MethodError(
                 f"method {self.name!r} recommends search={said['search']} over its option max_search={most}; "
                 "change one of them"
@@ -255,6 +335,8 @@ class Method:
         recommended = {k: v for k, v in checkpoint.items() if k in RECOMMENDABLE and k not in unread}
         if self.name != checkpoint.get("method"):  # a recommended rule belongs to the recommended method
             recommended = {k: v for k, v in recommended.items() if k in ("max_tokens", "block_length")}
+        if self.drafter == "nested" and not 0 < recommended.get("block_length", 0) <= self.option("block_width"):
+            recommended.pop("block_length", None)  # advice for methods that take longer blocks
         complete = params.filled(recommended, self.sampling, fallback)
         self._check_request(complete)
         return complete
@@ -268,6 +350,9 @@ class Method:
                 f"cfg_scale={params.cfg_scale} mixes two canvases and method {self.name!r} verifies on one; "
                 f"use cfg_scale=0, or a method that tries nothing ahead ({self._without_drafter()})"
             )
+        if self.drafter == "nested":
+            self._check_one_a_pass(params)
+            self._check_block_width(params)
         if params.search is not None and params.search > (most := self.option("max_search")):
             raise ConfigError(
                 f"search={params.search} is over the {most} that method {self.name!r} has rows for; "
@@ -288,6 +373,35 @@ class Method:
             raise ConfigError(
                 f"method {self.name!r} opens blocks as they fill, so that a fixed schedule ({said}) finds fewer "
                 "candidates than it counts on; use a threshold, or a method with frontier 'blocks'"
+            )
+
+    def _check_one_a_pass(self, params: SamplingParams) -> None:
+        """Nested drafts are proved by what a pass that takes one token, the most probable, would have taken."""
+        several = ("steps", "factor", "entropy_bound", *(("threshold",) if (params.threshold or 0) <= 1 else ()))
+        by_prob = ("maskgit_plus", "low_confidence")
+        ordered = [name for name in ("alg", "remasking") if getattr(params, name) not in by_prob]
+        drawn = [name for name in ("temperature", "alg_temp") if getattr(params, name) > 0]
+        for names, what in (
+            (several, "may commit several tokens in a pass"),
+            (ordered, "ranks otherwise"),
+            (drawn, "draws anew in every pass"),
+        ):
+            for name in names:
+                if (value := getattr(params, name)) is not None:
+                    raise ConfigError(
+                        f"{name}={value} {what}, and method {self.name!r} proves its tokens by what one token a pass, "
+                        f"the most probable, would be; leave it out, or use {self._without_drafter()!r}"
+                    )
+        if params.threshold is None:
+            raise ConfigError(f"method {self.name!r} takes one token a pass and has no rule for it; use threshold=2")
+
+    def _check_block_width(self, params: SamplingParams) -> None:
+        answer = params.max_tokens or 0
+        longest, width = min(params.block_length or answer, answer), self.option("block_width")
+        if longest > width:
+            raise ConfigError(
+                f"a block of {longest} positions is over the {width} that method {self.name!r} has rows for; use a "
+                f"block_length of at most {width}, or a Method with a larger option block_width"
             )
 
     def _without_drafter(self) -> str:
@@ -315,7 +429,7 @@ def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
     Raises:
         MethodError: they cannot.
     """
-    if method.drafter == "two-pass" and config.logit_shift:
+    if method.drafter != "none" and config.logit_shift:
         raise MethodError(
             f"method {method.name!r} verifies each position by its own row, and this network scores a position from "
             f"row p - {config.logit_shift}; use a method with drafter 'none', such as {method._without_drafter()!r}"
@@ -354,6 +468,7 @@ _FAST_DLLM: Mapping[str, Any] = {"threshold": 0.9, "block_length": 32}
 _WINDOW: Mapping[str, Any] = {"threshold": 0.9, "decode_window": 16}
 _FLASH_CACHE: Mapping[str, Any] = {**_WINDOW, "refresh_window": 64, "track": 64}
 _VERIFY: Mapping[str, Any] = {"search": 8, "gamma": 0.8, "accept": "agreement", "isolation": "strict"}
+_ONE_PASS: Mapping[str, Any] = {"search": 8, "gamma": 0.8, "accept": "agreement"}
 _D2F: Mapping[str, Any] = {
     "block_length": 32,
     "tau_add": 0.1,
@@ -420,6 +535,20 @@ METHODS: Mapping[str, Method] = _table(
         sampling=_FAST_DLLM,
     ),
     Method(
+        name="dllm-cache",
+        title="The answer's rows whose values drifted most; prompt and answer anew at intervals of their own",
+        paper="arXiv 2506.06295",
+        policy="drift",
+        sampling={**_FAST_DLLM, "refresh_interval": 50, "answer_interval": 7},
+    ),
+    Method(
+        name="spa-cache",
+        title="The answer's rows whose singular proxies drifted most, more of them in the layers where rows drift more",
+        policy="drift",
+        options={"identifier": "proxy", "writes": "dense", "curve": "auto", "refresh": "together"},
+        sampling={**_FAST_DLLM, "refresh_interval": 50, "answer_interval": 7},
+    ),
+    Method(
         name="flash-cache",
         title="A window, recomputed with the decided positions that its queries attend to most",
         paper="arXiv 2609.26796",
@@ -461,6 +590,37 @@ METHODS: Mapping[str, Method] = _table(
         frontier="window",
         drafter="two-pass",
         sampling={**_WINDOW, **_VERIFY},
+    ),
+    Method(
+        name="one-pass",
+        title="A window, and beside every pass the rows that check what the pass before it would have taken next",
+        frontier="window",
+        drafter="one-pass",
+        sampling={**_WINDOW, **_ONE_PASS},
+    ),
+    Method(
+        name="one-pass-cache",
+        title="one-pass over flash-cache",
+        frontier="window",
+        policy="tracked",
+        drafter="one-pass",
+        sampling={**_FLASH_CACHE, **_ONE_PASS},
+    ),
+    Method(
+        name="dkv-cache",
+        title="Anywhere in the block; what is decided is recomputed once more, and then kept",
+        paper="arXiv 2505.15781",
+        policy="delayed",
+        schedule="family",
+        sampling={"refresh_interval": 8},
+    ),
+    Method(
+        name="freedave",
+        title="fast-dllm-dual, one token at a time; in one pass as many as it would decide next in just this way",
+        paper="arXiv 2510.00294",
+        policy="dual",
+        drafter="nested",
+        sampling={"threshold": 2.0, "block_length": 16},
     ),
     Method(
         name="d2f",

@@ -43,6 +43,7 @@ WORDS = {
     "refresh_window": ["64"],
     "track": ["0"],
     "refresh_interval": ["8"],
+    "answer_interval": ["4"],
     "search": ["8"],
     "gamma": ["0.8"],
     "accept": ["product"],

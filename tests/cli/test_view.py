@@ -147,7 +147,7 @@ def test_the_cut_does_not_take_text_for_undecided_cells():
 
 def test_what_a_method_lets_one_see():
     plain = {name for name, row in METHODS.items() if Marks.of(row) == PLAIN}
-    assert plain == {"vanilla", "dream", "confidence", "factor", "entropy-bound", "window"}
+    assert plain == {"vanilla", "dream", "confidence", "factor", "entropy-bound", "window", "one-pass"}
     assert Marks.of(METHODS["fast-dllm-dual"]) == Marks(rows=True)
     assert Marks.of(METHODS["flash-verify"]) == Marks(rows=True, steps=True)
     assert Marks.of(METHODS["flash-verify-uncached"]) == Marks(steps=True)

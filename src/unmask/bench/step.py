@@ -23,6 +23,7 @@ from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan
 from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Window
+from unmask.decoding.one_pass import OnePass
 from unmask.decoding.params import DecodeParams, Needs, seat_params
 from unmask.engine.graphs import CapturedStep, Readback
 from unmask.engine.step import READBACK, Budgets, Step
@@ -53,6 +54,8 @@ KINDS = (
     Kind("two-pass", Blocks, Recompute, TwoPass),
     Kind("tracked", Window, Tracked),
     Kind("flash", Window, Tracked, TwoPass),
+    Kind("one-pass", Window, Recompute, OnePass),
+    Kind("one-pass-cache", Window, Tracked, OnePass),
 )
 
 

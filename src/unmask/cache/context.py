@@ -5,7 +5,7 @@ M rows, S seats, N positions, E columns of a seat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from unmask import ops
 from unmask.cache.pool import PAGE_SIZE, PagePool
 from unmask.core.rows import RowPlan
-from unmask.models.attention import AttentionWeights, RopeTable
+from unmask.models.attention import AttentionWeights, LayerGate, RopeTable
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class PagedContext:
         counts_M: Tensor | None = None,
     ) -> None:
         self.plan = plan
+        self.gate: LayerGate | None = None
+        """Chooses rows inside the pass; None: every layer computes them all."""
         self._pool, self._mass = pool, mass
         self._mass_sum: ops.MassSum | None = None
         if mass is not None and counts_M is not None:
@@ -91,6 +93,29 @@ class PagedContext:
         return ops.attend(
             q, self._pool.k[layer], self._pool.v[layer], self.sight, self._mass_sum if counts else None
         ).flatten(-2)
+
+    def project_at(
+        self, layer: int, hidden: Tensor, weights: AttentionWeights, rows_P: Tensor, valid_P: Tensor
+    ) -> Tensor:
+        """`project` of some of the rows, seat by seat; those that are not ``valid`` are padding."""
+        k_E, v_E, qkv = self._pool.k[layer], self._pool.v[layer], weights.qkv
+        write_P = torch.where(valid_P, self.write_M[rows_P], 0)
+        turn = (self._cos[rows_P], self._sin[rows_P])
+        return ops.project_and_store(hidden[rows_P], qkv.weight, qkv.bias, *turn, write_P, k_E, v_E)
+
+    def attend_at(self, layer: int, q: Tensor, rows_P: Tensor, valid_P: Tensor) -> Tensor:
+        """`attend` of these rows."""
+        sight, num_seats = self.sight, len(self.plan.num_rows_S)
+        seat_P = sight.seat_M[rows_P]
+        num_rows_S = torch.zeros_like(sight.num_rows_S).index_add(0, seat_P, valid_P.to(sight.num_rows_S.dtype))
+        part = replace(
+            sight,
+            seat_M=seat_P,
+            see_M=torch.where(valid_P, sight.see_M[rows_P], 0),
+            num_rows_S=num_rows_S,
+            per_seat=None if sight.per_seat is None else len(rows_P) // num_seats,
+        )
+        return ops.attend(q, self._pool.k[layer], self._pool.v[layer], part).flatten(-2)
 
     def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
         """float32 [S, N]: the mean over the rows that counted, summed over layers; zeros if no layer counts."""

@@ -10,8 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unmask.cache.context import MassSpec
+from unmask.cache.context import MassSpec, PagedContext
+from unmask.cache.pool import PagePool, PlaneSpec
 from unmask.core.canvas import OPEN, TO_SEAL, Canvas
+from unmask.core.rows import RowPlan
+from unmask.models.attention import LayerGate
+from unmask.models.config import ModelConfig
 
 
 class Limits(Protocol):
@@ -66,6 +70,21 @@ class CachePolicy:
 
     def observe(self, canvas: Canvas, mass_SN: Tensor) -> None:
         """Take note of what the pass showed."""
+
+    def planes(self, config: ModelConfig, dtype: torch.dtype) -> dict[str, PlaneSpec]:  # noqa: ARG002
+        """What it keeps of every position in every layer, besides K and V."""
+        return {}
+
+    def gate(
+        self,
+        canvas: Canvas,  # noqa: ARG002
+        limits: Limits,  # noqa: ARG002
+        plan: RowPlan,  # noqa: ARG002
+        context: PagedContext,  # noqa: ARG002
+        pool: PagePool,  # noqa: ARG002
+    ) -> LayerGate | None:
+        """What runs the layers of the next pass, where rows are chosen inside it."""
+        return None
 
 
 def _first_or_interval(canvas: Canvas, limits: Limits) -> Tensor:

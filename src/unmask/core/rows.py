@@ -122,6 +122,12 @@ def pack(
     )
 
 
+def at_rows(value_SN: Tensor, plan: RowPlan) -> Tensor:
+    """bool [M]: a canvas value at each canvas row, False at others."""
+    more_S = torch.zeros_like(value_SN[:, :1]).expand(-1, plan.row_SE.shape[1] - value_SN.shape[1])
+    return torch.cat((value_SN, more_S), 1)[plan.seat_M, plan.column_M]
+
+
 def _row_of(wanted_SE: Tensor, seat_M: Tensor, column_M: Tensor) -> Tensor:
     """Row of each column; -1 where it has none. What padding rows scatter goes to the last column."""
     num_seats, num_columns = wanted_SE.shape

@@ -100,6 +100,8 @@ class SeatParams:
     track: int = NO_LIMIT
     """Tracked: decided positions that a pass recomputes. (The sum of two unlimited counts is no int32.)"""
     interval: int = 0
+    answer_interval: int = 0
+    """The answer alone is recomputed every so many passes; 0 never."""
     """Caches: the whole canvas is recomputed every so many of the request's passes; 0: never again."""
     search: int = NO_LIMIT
     """TwoPass: most positions under verification; the drafter has its own limit."""
@@ -219,6 +221,7 @@ def seat_params(
         refresh=_or(p.refresh_window, SeatParams.refresh),
         track=_or(p.track, SeatParams.track),
         interval=_or(p.refresh_interval, SeatParams.interval),
+        answer_interval=_or(p.answer_interval, SeatParams.answer_interval),
         search=_or(p.search, SeatParams.search),
         gamma=_or(p.gamma, SeatParams.gamma),
         product=p.accept == "product",
@@ -239,7 +242,18 @@ _REAL = (
     "min_p",
     "guidance",
 )
-_WHOLE = ("score_kind", "window", "top_k", "min_tokens", "depth", "refresh", "track", "interval", "search")
+_WHOLE = (
+    "score_kind",
+    "window",
+    "top_k",
+    "min_tokens",
+    "depth",
+    "refresh",
+    "track",
+    "interval",
+    "answer_interval",
+    "search",
+)
 _SWITCH = ("carries", "rescue", "temper", "strict", "drains", "product", "isolated")
 
 
@@ -269,6 +283,7 @@ class DecodeParams:
     refresh_S: Tensor
     track_S: Tensor
     interval_S: Tensor
+    answer_interval_S: Tensor
     search_S: Tensor
     gamma_S: Tensor
     product_S: Tensor

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from unmask.cache.budget import published, uniform
 from unmask.cache.context import MassSpec
+from unmask.cache.delayed import Delayed
+from unmask.cache.drift import Drift
 from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Prefix, Recompute, Tracked
-from unmask.decoding.drafter import Drafter, TwoPass
+from unmask.cache.proxy import proxies
+from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Whole, Window
+from unmask.decoding.one_pass import OnePass
+from unmask.errors import ConfigError
 from unmask.methods import Method, leads
 from unmask.models.config import ModelConfig
+
+PUBLISHED_FOR = {("llada", 32): "LLaDA-8B-Instruct", ("dream", 28): "Dream-v0-Instruct-7B"}
+"""Family and layers to the name under which SPA-Cache published a curve."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +31,10 @@ class Axes:
     drafter: Drafter
 
     @classmethod
-    def of(cls, method: Method, config: ModelConfig) -> Axes:
-        """The members of a row, for these weights."""
-        return cls(_frontier(method, config), _policy(method, config), _drafter(method))
+    def of(cls, method: Method, config: ModelConfig, model: Any = None) -> Axes:
+        """The members of a row, for these weights. A member that looks at weights needs the ``model`` itself to run;
+        its sizes are known without."""
+        return cls(_frontier(method, config), _policy(method, config, model), _drafter(method))
 
 
 def _frontier(method: Method, config: ModelConfig) -> Frontier:
@@ -36,7 +47,7 @@ def _frontier(method: Method, config: ModelConfig) -> Frontier:
     return members[method.frontier]()
 
 
-def _policy(method: Method, config: ModelConfig) -> CachePolicy:
+def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
     def tracked() -> Tracked:
         first, last = method.option("mass_first_layer"), method.option("mass_last_layer")
         mass = MassSpec(first, last, softmax=method.option("mass") == "softmax")
@@ -47,12 +58,52 @@ def _policy(method: Method, config: ModelConfig) -> CachePolicy:
         "prefix": Prefix,
         "dual": Dual,
         "tracked": tracked,
+        "delayed": lambda: Delayed(
+            variant=method.option("variant"), shift_type=method.option("shift_type"), shift=config.logit_shift
+        ),
         "block-causal": BlockCausal,
+        "drift": lambda: _drift(method, config, model),
     }
     return members[method.policy]()
+
+
+def _drift(method: Method, config: ModelConfig, model: Any) -> Drift:
+    kv_size = config.num_kv_heads * config.head_dim
+    rank = min(method.option("rank"), kv_size, config.hidden_size)
+    wants_proxies = method.option("identifier") == "proxy" and model is not None
+    return Drift(
+        _ratios(method, config),
+        identifier=method.option("identifier"),
+        proxies=proxies(model, rank).to(model.head.device) if wants_proxies else None,
+        rank=rank,
+        writes=method.option("writes"),
+        together=method.option("refresh") == "together",
+        warmup=method.option("warmup"),
+        keep_chosen_only=method.option("kept") == "chosen",
+        force_new=method.option("new_first") == "yes",
+        shift=config.logit_shift,
+    )
+
+
+def _ratios(method: Method, config: ModelConfig) -> list[float]:
+    """Of the answer's rows, by layer; a published curve is scaled to the ratio at its peak."""
+    ratio, num_layers = method.option("ratio"), config.num_layers
+    curve = PUBLISHED_FOR.get((config.family, num_layers))
+    if method.option("curve") == "uniform" or (method.option("curve") == "auto" and curve is None):
+        return uniform(num_layers, ratio)
+    if curve is None:
+        raise ConfigError(
+            f"method {method.name!r}: no curve is published for a {config.family} network of {num_layers} layers; use "
+            "curve='uniform'"
+        )
+    return published(curve).ratios(num_layers, max_ratio=ratio)
 
 
 def _drafter(method: Method) -> Drafter:
     if method.drafter == "none":
         return Drafter()
+    if method.drafter == "nested":
+        return Nested(method.option("num_drafts"), method.option("block_width"))
+    if method.drafter == "one-pass":
+        return OnePass(method.option("max_search"))
     return TwoPass(num_rows=method.option("verify_rows"), num_search=method.option("max_search"))

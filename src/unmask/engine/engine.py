@@ -80,7 +80,7 @@ class Engine:
         self.model, self.method, self.config, self.decoder = model, method, config, decoder
         self.device = model.head.device
         self.stats = Stats()
-        self.axes = Axes.of(method, model.config)
+        self.axes = Axes.of(method, model.config, model)
         self.pool: PagePool = make_pool(
             model, config, num_seats=_bucket(config.max_num_seqs), max_model_len=max_model_len, axes=self.axes
         )

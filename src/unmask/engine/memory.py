@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from unmask.cache.pool import PAGE_SIZE, PagePool, bytes_per_page, kv_planes, num_pages_for
+from unmask.cache.pool import PAGE_SIZE, PagePool, PlaneSpec, bytes_per_page, kv_planes, num_pages_for
 from unmask.config import EngineConfig
 from unmask.engine.axes import Axes
 from unmask.engine.scoring import Model
@@ -22,7 +22,7 @@ def make_pool(model: Model, config: EngineConfig, *, num_seats: int, max_model_l
         ConfigError: the memory does not hold one canvas of ``max_model_len``.
     """
     device, num_layers = model.head.device, model.config.num_layers
-    planes = kv_planes(model.config, model.head.dtype)
+    planes = planes_of(model, axes)
     per_canvas = num_pages_for(max_model_len)
     num_bytes = _num_bytes(config, device)
     # Entries that no page holds come out of the same memory: the trash page and every seat's scratch.
@@ -48,9 +48,15 @@ def make_pool(model: Model, config: EngineConfig, *, num_seats: int, max_model_l
     )
 
 
+def planes_of(model: Model, axes: Axes) -> dict[str, PlaneSpec]:
+    """K and V, and what the policy keeps."""
+    dtype = model.head.dtype
+    return kv_planes(model.config, dtype) | axes.policy.planes(model.config, dtype)
+
+
 def bytes_for(model: Model, axes: Axes, *, num_pages: int, num_seats: int) -> int:
     """``kv_cache_memory_bytes`` that gives a pool of just so many pages."""
-    planes = kv_planes(model.config, model.head.dtype)
+    planes = planes_of(model, axes)
     unheld = 1 + num_pages_for(num_seats * axes.drafter.num_scratch)
     return (num_pages + unheld) * bytes_per_page(planes, model.config.num_layers)
 

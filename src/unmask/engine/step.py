@@ -21,7 +21,7 @@ from unmask.cache.context import PagedContext
 from unmask.cache.policy import CachePolicy
 from unmask.cache.pool import PagePool
 from unmask.core.canvas import Canvas
-from unmask.core.rows import RowPlan, Scratch, pack, slots
+from unmask.core.rows import RowPlan, Scratch, at_rows, pack, slots
 from unmask.core.scores import Scores
 from unmask.decoding.drafter import Drafter, Prediction
 from unmask.decoding.frontier import Frontier, FrontierView
@@ -232,7 +232,7 @@ class Step:
             row_SC=row_SC.clamp(min=0),
             twin_row_SC=twin_row_SC.clamp(min=0),
             scored_SC=(row_SC >= 0) & (slot_SC < canvas.capacity),
-            counts_M=_at_rows(look.counted_SN, plan),
+            counts_M=at_rows(look.counted_SN, plan),
             overflow_S=plan.overflow_S + not_scored_S,
         )
 
@@ -272,7 +272,8 @@ class Step:
                     0, work.plan.seat_M, work.counts_M.long()
                 )
                 self.policy.observe(self.canvas, context.mass_SN(num_counted_S, self.canvas.capacity))
-            self._end(work.plan.num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
+            num_rows_S = work.plan.num_rows_S if context.gate is None else context.gate.num_rows_S
+            self._end(num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
         if self.budgets is None:
             self.run_SN = look.run_SN
         else:
@@ -282,6 +283,8 @@ class Step:
         with self._time("forward"):
             mass = self.policy.mass if counts_M is not None else None
             context = PagedContext(plan, self.pool, self.model.rope, self.canvas.capacity, mass=mass, counts_M=counts_M)
+            if counts_M is not None:
+                context.gate = self.policy.gate(self.canvas, self.params, plan, context, self.pool)
             return self.model(plan.token_M, context), context
 
     def _with_saved(self, work: Work, hidden_MD: Tensor) -> Tensor:
@@ -398,12 +401,6 @@ class Step:
 def _twin_S(params: DecodeParams) -> Tensor:
     """Each seat's guidance twin; itself where it has none."""
     return torch.where(params.twin_S >= 0, params.twin_S, torch.arange(params.num_seats, device=params.twin_S.device))
-
-
-def _at_rows(value_SN: Tensor, plan: RowPlan) -> Tensor:
-    """bool [M]: a canvas value at each canvas row, False at others."""
-    more_S = torch.zeros_like(value_SN[:, :1]).expand(-1, plan.row_SE.shape[1] - value_SN.shape[1])
-    return torch.cat((value_SN, more_S), 1)[plan.seat_M, plan.column_M]
 
 
 def _prediction(stats: LogitStats, like_SW: Tensor) -> Prediction:

@@ -50,6 +50,16 @@ SERVED: tuple[tuple[str, str], ...] = (
     ("flash-verify", "llada-gqa"),
     ("flash-verify-reference", "llada"),
     ("flash-verify-uncached", "llada"),
+    ("one-pass", "llada-gqa"),
+    ("one-pass-cache", "llada"),
+    ("dkv-cache", "llada"),
+    ("dkv-cache", "dream"),
+    ("dllm-cache", "llada"),
+    ("dllm-cache", "dream"),
+    ("spa-cache", "llada-gqa"),
+    ("spa-cache", "dream"),
+    ("freedave", "llada"),
+    ("freedave", "llada-gqa"),
     ("d2f", "llada"),
     ("d2f", "dream"),
     ("d2f-uncached", "llada-gqa"),
@@ -147,6 +157,7 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
         "block_length": (0, 4, 7, 16),
         "decode_window": (3, 8, 16),
         "refresh_interval": (1, 3, 5),
+        "answer_interval": (1, 2, 4),
         "refresh_window": (4, 12, 64),
         "track": (0, 3, 16, 64),
         "search": (1, 4, 8),
@@ -158,7 +169,11 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
         "pipeline_depth": (1, 2, 4),
         "early_stop": (True, False),
     }
-    return said | {name: r.choice(values) for name, values in choices.items() if name in row.reads and r.random() < 0.6}
+    said |= {name: r.choice(values) for name, values in choices.items() if name in row.reads and r.random() < 0.6}
+    if row.drafter == "nested":  # proved by what takes one token a pass: no other rule, and blocks within its width
+        said = {name: said[name] for name in ("max_tokens", "stop_token_ids", "ignore_eos") if name in said}
+        said["block_length"] = r.choice((4, 7, 16))
+    return said
 
 
 def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more: Any) -> LLM:

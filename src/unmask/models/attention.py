@@ -6,7 +6,7 @@ size
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +85,27 @@ class AttentionWeights(nn.Module):
         return q, k, v
 
 
+class LayerGate(Protocol):
+    """Runs a layer in a way of its own: on some of the rows only, with what is kept of the others."""
+
+    @property
+    def num_rows_S(self) -> Tensor:
+        """int64: rows that each seat's layers computed, on average."""
+        ...
+
+    def run(self, layer: Any, x: Tensor) -> Tensor:
+        """The stream [M, D] behind the layer (`transformer.Layer`), of the stream before it."""
+        ...
+
+
 class AttentionContext(Protocol):
     """What a pass sees. The model calls `project`, then `attend`, once per layer, layers in order.
 
     Rows keep the shape [..] in which the caller gave the tokens; the context knows their positions.
     """
+
+    gate: LayerGate | None
+    """Runs the layers instead, where there is one."""
 
     def project(self, layer: int, hidden: ops.Rows, weights: AttentionWeights) -> Tensor:
         """Queries [.., H, hd] after rotation of the normed rows `hidden` [.., D]; k and v land where this context
@@ -110,6 +126,7 @@ class DenseContext:
     """
 
     def __init__(self, pos: Tensor, *, see: Tensor | None = None, mask: Tensor | None = None, rope: RopeTable) -> None:
+        self.gate: LayerGate | None = None
         self._cos, self._sin = rope.at(pos)
         self._see, self._mask = see, mask
         self._kv: tuple[Tensor, Tensor] | None = None

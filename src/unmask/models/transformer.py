@@ -107,6 +107,10 @@ class Transformer(nn.Module):
     def forward(self, token: Tensor, ctx: AttentionContext) -> Tensor:
         """Hidden rows [.., D] after the final norm, of the tokens `token` int [..]."""
         x, delta = self.embed(token), None
+        if ctx.gate is not None:
+            for layer in self.layers:
+                x = ctx.gate.run(layer, x)
+            return cast(Tensor, self.norm(x))
         for layer in self.layers:
             x, delta = layer(x, delta, ctx)
         return cast(Tensor, self.norm(x) if delta is None else self.norm.add(x, delta)[1])  # 8 bits were not asked for

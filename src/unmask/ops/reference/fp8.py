@@ -37,6 +37,9 @@ class Fp8Weight:
         """fp32 [N, D]."""
         return self.value_ND.float() * self.scale_N[:, None]
 
+    def __getitem__(self, channels: slice) -> Fp8Weight:
+        return Fp8Weight(self.value_ND[channels], self.scale_N[channels])
+
     @property
     def shape(self) -> torch.Size:
         return self.value_ND.shape

@@ -1,0 +1,191 @@
+"""Short stand-ins for values: rows of r numbers whose cosines are those of the values, as nearly as r numbers can.
+
+A layer's value weight without its bias is W = V S U^T. The proxy of a normed row n is A n, A the first r rows of
+S U^T: V turns all values alike and leaves every inner product as it is, so that with r = kv_out proxies have exactly
+the cosines of the values, and with fewer the least error in the inner products.
+
+D hidden size, kv_out width of all value heads of a layer, r rows of the proxy, L layers
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unmask.errors import ConfigError
+from unmask.models.transformer import Transformer
+from unmask.ops import Fp8Weight
+
+FOLDER = "unmask"
+"""Beside config.json, files are not safe: other engines take every *.safetensors there for weights of the model."""
+TENSOR = "proxy"
+FORMAT = "unmask singular proxy 1"
+"""Part of the digest: another number makes files of an earlier definition stale."""
+
+
+@torch.no_grad()
+def singular_proxy(value_weight: Tensor, rank: float) -> Tensor:
+    """A, fp32 [r, D], of the value weight [kv_out, D]: the left singular vectors of its transpose, each times its
+    singular value, the largest first.
+
+    ``rank`` above 1 is r; up to 1 it is a fraction of kv_out, so that 1 is all of it. Each row's largest number is
+    positive: cosines do not see signs, but equal weights shall give equal files.
+
+    Raises:
+        ConfigError: a rank out of its range.
+    """
+    num_rows = _num_rows(rank, value_weight.shape)
+    _, s_R, u_RD = torch.linalg.svd(value_weight.detach().float(), full_matrices=False)
+    proxy_RD: Tensor = s_R[:num_rows, None] * u_RD[:num_rows]
+    largest_R1 = proxy_RD.gather(1, proxy_RD.abs().argmax(1, keepdim=True))
+    return torch.where(largest_R1 < 0, -proxy_RD, proxy_RD)
+
+
+def _num_rows(rank: float, shape: torch.Size) -> int:
+    """r, for a value weight of this shape. It has no more singular values than its smaller side."""
+    most = min(shape)
+    if 0 < rank <= 1:
+        return max(1, int(rank * most))
+    if not 1 < rank <= most or rank != int(rank):
+        raise ConfigError(f"proxy rank is {rank}; it is a whole number in [2, {most}], or a fraction in (0, 1]")
+    return int(rank)
+
+
+def proxies(model: Transformer, rank: float) -> Tensor:
+    """A of every layer, fp32 [L, r, D], on the model's device, one decomposition after the other."""
+    out_LRD: Tensor | None = None
+    for layer, weight in enumerate(_value_weights(model)):
+        # 8-bit weights are what the values are made with: their proxies are those of the rounded weights.
+        dense = weight.dequantize() if isinstance(weight, Fp8Weight) else weight
+        proxy_RD = singular_proxy(dense, rank)
+        if out_LRD is None:
+            out_LRD = proxy_RD.new_empty(model.config.num_layers, *proxy_RD.shape)
+        out_LRD[layer] = proxy_RD
+    assert out_LRD is not None, "a model without layers"
+    return out_LRD
+
+
+def _value_weights(model: Transformer) -> Iterator[Tensor | Fp8Weight]:
+    """The last rows of each layer's fused weight: queries, keys, values."""
+    num_rows = model.config.num_kv_heads * model.config.head_dim
+    for layer in model.layers:
+        weight = cast("Tensor | Fp8Weight", layer.get_submodule("attn.qkv").weight)
+        if isinstance(weight, Fp8Weight):
+            yield Fp8Weight(weight.value_ND[-num_rows:], weight.scale_N[-num_rows:])
+        else:
+            yield weight.detach()[-num_rows:]
+
+
+def cosine_drift(new: Tensor, old: Tensor) -> Tensor:
+    """1 - cosine of the vectors ``new`` and ``old`` [.., r], fp32 or wider [..]: 0 for equal ones, 2 for opposite ones.
+
+    Two zero vectors have not drifted: 0. One zero vector has no direction: 1.
+    """
+    a, b = _unit(new), _unit(old)
+    # |a - b|^2 = 2 - 2 cos for unit vectors. Unlike 1 - cos it keeps its digits where the cosine is nearly 1.
+    drift: Tensor = (a - b).square().sum(-1) / 2
+    one_zero = a.any(-1) != b.any(-1)
+    return drift.masked_fill(one_zero, 1.0).clamp(max=2.0)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """fp32 or wider, length 1; a zero vector stays one. By its largest number first: squares may leave the range."""
+    wide, tiny = x.to(torch.promote_types(x.dtype, torch.float32)), torch.finfo(torch.float32).tiny
+    wide = wide / wide.abs().amax(-1, keepdim=True).clamp(min=tiny)
+    length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide / length.clamp(min=tiny)
+
+
+# --- kept beside the checkpoint ---
+
+
+def load_or_compute(model: Transformer, rank: float, directory: str | Path | None = None) -> Tensor:
+    """`proxies(model, rank)`, kept below the checkpoint's ``directory`` from one start to the next.
+
+    The file holds the largest rank asked so far; a smaller one is its first rows. It is read if it belongs to these
+    value weights, digit by digit; otherwise a warning says so, and it is replaced. Where nothing can be written
+    (a shared or read-only checkpoint) nothing is kept. None keeps nothing.
+
+    Raises:
+        ConfigError: a rank out of its range.
+    """
+    shape = torch.Size((model.config.num_kv_heads * model.config.head_dim, model.config.hidden_size))
+    num_rows = _num_rows(rank, shape)
+    if directory is None:
+        return proxies(model, rank)
+    path, digest = proxy_file(model, directory), _digest(model)
+    kept = _read(path, digest, (model.config.num_layers, num_rows, model.config.hidden_size))
+    if kept is not None:
+        return kept.to(model.head.device)
+    made = proxies(model, rank)
+    _write(path, digest, made)
+    return made
+
+
+def proxy_file(model: Transformer, directory: str | Path) -> Path:
+    """Where a model's proxies are kept: one file for each type its value weights may have, since each type has its
+    own and they would replace each other."""
+    weight = next(_value_weights(model))
+    dtype = weight.value_ND.dtype if isinstance(weight, Fp8Weight) else weight.dtype
+    return Path(directory) / FOLDER / f"{TENSOR}-{str(dtype).removeprefix('torch.')}.safetensors"
+
+
+def _digest(model: Transformer) -> str:
+    """Of all value weights: bits, shapes and types."""
+    sha = hashlib.sha256(FORMAT.encode())
+    for weight in _value_weights(model):
+        parts = (weight.value_ND, weight.scale_N) if isinstance(weight, Fp8Weight) else (weight,)
+        for part in parts:
+            sha.update(f"{part.dtype} {list(part.shape)}".encode())
+            sha.update(part.contiguous().view(torch.uint8).cpu().numpy().data)
+    return sha.hexdigest()
+
+
+def _read(path: Path, digest: str, shape: tuple[int, int, int]) -> Tensor | None:
+    """The first rows of the stored proxies, [L, r, D]; None without a file that holds as many for these weights."""
+    num_layers, num_rows, width = shape
+    try:
+        if not path.exists():
+            return None
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = (file.metadata() or {}).get("digest")
+            if found != digest:
+                _ignore(path, f"belongs to other value weights (digest {str(found)[:12]}, here {digest[:12]})")
+                return None
+            rows = file.get_slice(TENSOR)
+            stored = rows.get_shape()
+            if [*stored[:1], *stored[2:]] != [num_layers, width] or rows.get_dtype() != "F32":
+                _ignore(path, f"holds {rows.get_dtype()} {stored}, not F32 [{num_layers}, r, {width}]")
+                return None
+            return cast(Tensor, rows[:, :num_rows]) if stored[1] >= num_rows else None
+    except (SafetensorError, OSError) as error:
+        _ignore(path, f"cannot be read ({error})")
+        return None
+
+
+def _ignore(path: Path, why: str) -> None:
+    warnings.warn(f"{path} {why}: its proxies are computed again", stacklevel=4)
+
+
+def _write(path: Path, digest: str, proxy_LRD: Tensor) -> None:
+    """Under another name first: a crash, or another process at it, must not leave half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        try:
+            save_file({TENSOR: proxy_LRD.cpu().contiguous()}, partial, metadata={"format": "pt", "digest": digest})
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (SafetensorError, OSError):
+        return  # what is not kept is computed again at the next start
