@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,59 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from ops.conftest import DEVICE, load_kernels
 from ops.test_attend import Case, fixed, make, real_rows
 from unmask.ops.reference import attend as reference
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-# The interpreter is chosen when a kernel is defined, Triton's own included; nothing else of this process shall see it.
-_before = os.environ.get("TRITON_INTERPRET")
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    triton = pytest.importorskip("triton", reason="no Triton")
-    from triton.runtime import interpreter
-
-    from unmask.ops.triton import attend as kernels
-finally:
-    if _before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-if not ON_GPU and not all(isinstance(f, interpreter.InterpretedFunction) for f in (kernels._fold, triton.language.sum)):
-    pytest.skip("Triton was imported without TRITON_INTERPRET=1, and there is no GPU", allow_module_level=True)
+kernels = load_kernels("attend")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned")
 
 ROWS = (5, 0, 21, 1)
 WHOLE, SHARED = kernels.Tile(16, 16, 1, 4, 1), kernels.Tile(16, 16, 2, 4, 1)
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter turns a loop bound into a number in a way that NumPy 2.4 refuses, and imports parts of
-    Triton as late as its first call."""
-    if ON_GPU:
-        return
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is not written shows: NaN, and no entry at all."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        out = empty(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else -1)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
 
 
 def sample(
@@ -433,6 +390,7 @@ def assembled(ptx):
 driver.set_active(H200())
 JITFunction.__getitem__ = launch
 found = []
+from ops.conftest import DEVICE, load_kernels
 from ops.test_attend import make
 from unmask.ops.triton import attend as kernels, launch
 launch.early = lambda device: True

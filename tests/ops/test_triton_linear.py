@@ -11,73 +11,29 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.conftest import compile_for_h200
+from ops.conftest import DEVICE, DTYPES, ON_GPU, compile_for_h200, load_kernels
 from unmask.ops.reference import fp8
 from unmask.ops.reference.mlp import swiglu
 from unmask.ops.reference.norm import rms_norm
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-# The interpreter is chosen when a kernel is defined, Triton's own included; nothing else of this process shall see it.
-_before = os.environ.get("TRITON_INTERPRET")
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    triton = pytest.importorskip("triton", reason="no Triton")
-    from triton.runtime import interpreter
-
-    from unmask.ops.triton import linear as kernels
-finally:
-    if _before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-interpreted = (kernels._store, triton.language.sum)
-if not ON_GPU and not all(isinstance(f, interpreter.InterpretedFunction) for f in interpreted):
-    pytest.skip("Triton was imported without TRITON_INTERPRET=1, and there is no GPU", allow_module_level=True)
+kernels = load_kernels("linear")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned")
 
 Tile = kernels.Tile
 PLAIN = Tile(width=32, depth=32, swap=True, tma=False)
 WIDE = Tile(width=16, depth=32, strips=3, swap=False)
 SHARED = Tile(width=32, depth=32, splits=3)
 TILES = (PLAIN, WIDE, SHARED, replace(SHARED, tma=False, swap=False))
-DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter turns a loop bound into a number in a way that NumPy 2.4 refuses, and imports parts of
-    Triton as late as its first call."""
-    if ON_GPU:
-        return
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is not written shows."""
-    empty, new_empty = torch.empty, Tensor.new_empty
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
-        patch.setattr(Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(torch.nan))
-        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

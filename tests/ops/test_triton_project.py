@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,62 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from ops.conftest import DEVICE, DTYPES, load_kernels
 from unmask.ops.reference import project as reference
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-# The interpreter is chosen when a kernel is defined, Triton's own included; nothing else of this process shall see it.
-_before = os.environ.get("TRITON_INTERPRET")
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    triton = pytest.importorskip("triton", reason="no Triton")
-    from triton.runtime import interpreter
-
-    from unmask.ops.triton import project as kernels
-finally:
-    if _before is None:
-        os.environ.pop("TRITON_INTERPRET", None)
-interpreted = (kernels._store_turned, triton.language.sum)
-if not ON_GPU and not all(isinstance(f, interpreter.InterpretedFunction) for f in interpreted):
-    pytest.skip("Triton was imported without TRITON_INTERPRET=1, and there is no GPU", allow_module_level=True)
+kernels = load_kernels("project")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned")
 
 E = 300
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
 POINTERS = kernels.Tile(width=16, depth=32, tma=False, swap=False)
 DESCRIPTORS = kernels.Tile(width=32, depth=64)
-
-
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter turns a loop bound into a number in a way that NumPy 2.4 refuses, and imports parts of
-    Triton as late as its first call."""
-    if ON_GPU:
-        return
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is not written shows."""
-    new_empty = Tensor.new_empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        out = new_empty(*args, **kwargs)
-        return out.fill_(torch.nan) if out.is_floating_point() else out
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "new_empty", poisoned)
-        yield
 
 
 @dataclass(frozen=True)
