@@ -19,6 +19,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "stream_canvas.py": ([], ["....", "#### 60"]),
     "async_streams.py": ([], ["request 0: stop", "request 1: abort", "request 2: stop", "rows for all of them"]),
     "infill.py": ([], ["He has 57 + 25 = 82 grapes", "tokens found"]),
+    "add_a_method.py": (["--n", "3"], ["d3llm-careful", "/3 right"]),
     "own_method.py": (["--n", "3"], ["careful", "/3 right"]),
     "load_llada.py": ([str(TINY), "--max-tokens", "4"], ["dream: 3 layers", "ids ["]),
 }

@@ -68,6 +68,7 @@ def test_no_torch_is_needed() -> None:
         ("dkv-cache", ("blocks", "delayed", "none", "family")),
         ("dllm-cache", ("blocks", "drift", "none", "even")),
         ("spa-cache", ("blocks", "drift", "none", "even")),
+        ("elastic-cache", ("window", "elastic", "none", "even")),
         ("one-pass", ("window", "recompute", "one-pass", "even")),
         ("one-pass-cache", ("window", "tracked", "one-pass", "even")),
         ("freedave", ("blocks", "dual", "nested", "even")),
@@ -110,8 +111,8 @@ def test_cached_and_uncached_rows_recommend_the_same() -> None:
 # --- what a request may say
 
 READERS = {
-    "block_length": ("blocks", "pipeline"),
-    "decode_window": ("window",),
+    "block_length": ("blocks", "block-window", "pipeline"),
+    "decode_window": ("window", "block-window"),
     "tau_add": ("pipeline",),
     "tau_act": ("pipeline",),
     "pipeline_depth": ("pipeline",),
@@ -119,7 +120,8 @@ READERS = {
     "refresh_interval": ("prefix", "dual", "tracked", "delayed", "drift"),
     "answer_interval": ("drift",),
     "refresh_window": ("tracked",),
-    "track": ("tracked",),
+    "track": ("tracked", "elastic"),
+    "drift_threshold": ("elastic",),
     "search": ("two-pass", "one-pass"),
     "gamma": ("two-pass", "one-pass"),
     "accept": ("two-pass", "one-pass"),
@@ -222,7 +224,7 @@ def test_members_that_exclude_each_other(frontier: str, policy: str, drafter: st
         or (frontier == "pipeline" and policy not in ("recompute", "block-causal"))
         or (policy in ("prefix", "dual") and frontier != "blocks")
         or (frontier == "pipeline" and drafter in ("two-pass", "one-pass"))
-        or (policy == "drift" and drafter != "none")
+        or (policy in ("drift", "elastic") and drafter != "none")
         or (drafter == "nested" and policy != "dual")
     )
     axes = {"frontier": frontier, "policy": policy, "drafter": drafter}

@@ -217,7 +217,11 @@ class SamplingParams:
     refresh_window: int | None = None
     """For tracked caches: leftmost undecided positions that a pass recomputes; those it may decide always are."""
     track: int | None = None
-    """For tracked caches: decided positions that a pass recomputes; those just committed always are."""
+    """For tracked caches: decided positions that a pass recomputes; those just committed always are. For elastic
+    caches: decided positions that each layer tracks; a pass recomputes those of all layers."""
+    drift_threshold: float | None = None
+    """For elastic caches: below this similarity of a layer's attention to what it was, the layers behind it recompute
+    everything; 0 never, above 1 always."""
     answer_interval: int | None = None
     """Drift caches: the answer alone is recomputed every so many passes, and the prompt every `refresh_interval`."""
     refresh_interval: int | None = None
@@ -320,6 +324,7 @@ def _check_ranges(p: SamplingParams) -> None:
     _float_field("tau_add", p.tau_add, 0, 1)
     _float_field("tau_act", p.tau_act, 0, 1)
     _float_field("gamma", p.gamma, 0, 1e9)
+    _float_field("drift_threshold", p.drift_threshold, 0, 1e9)
     _check(
         p.max_tokens is None or p.min_tokens <= p.max_tokens, f"min_tokens {p.min_tokens} > max_tokens {p.max_tokens}"
     )

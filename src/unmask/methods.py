@@ -1,13 +1,14 @@
 """The table of methods: each is a row of choices on four axes, never a class.
 
 ``frontier`` says where tokens may be decided, ``policy`` what is recomputed, ``drafter`` what is tried ahead, and the
-recommended sampling fields (with ``schedule``) say which predictions become final. Everything that a row, the weights
-and a request may not combine is refused here. This module imports no torch.
+recommended sampling fields (with ``schedule``) say which predictions become final. A member is a name, or an object of
+your own. What a row, the weights and a request may not combine is refused here. This module imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ FRONTIERS: Mapping[str, tuple[str, ...]] = {
     "whole": (),
     "blocks": ("block_length",),
     "window": ("decode_window",),
+    "block-window": ("block_length", "decode_window"),
     "pipeline": ("block_length", "tau_add", "tau_act", "pipeline_depth", "early_stop"),
 }
 """Where tokens may be decided, and the request fields that each member reads."""
@@ -30,6 +32,7 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "delayed": ("refresh_interval",),
     "block-causal": (),
     "drift": ("refresh_interval", "answer_interval"),
+    "elastic": ("track", "drift_threshold"),
 }
 """What is recomputed, and the request fields that each member reads."""
 DRAFTERS: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +55,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "kept": "all",
         "new_first": "no",
     },
+    "elastic": {"cosine": "heads", "tested": "union", "tripping": "keep", "masks": "window", "run_new": "yes"},
     "tracked": {"mass": "logits", "mass_first_layer": 2, "mass_last_layer": None, "mass_rows": "decode"},
     "delayed": {"variant": "decode", "shift_type": "un_right"},
     "two-pass": {"verify_rows": 32, "max_search": 8},
@@ -62,6 +66,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 mass: raw attention logits or softmax weights tell which decided positions matter; summed over the layers from
 mass_first_layer up to mass_last_layer (exclusive; None: all), and over the rows of the decode or the refresh window.
+cosine: the drift of attention is measured between vectors over the heads, or over the keys. tested: whose tracked
+positions a layer tests, of all layers (union) or its own. tripping: whether the layer that drifted is recomputed too
+(redo). masks: undecided positions that run, those that may be decided (window) or all. run_new: whether what the last
+pass committed runs.
 verify_rows: rows of a verification, the context included. max_search: the largest `search` of a request, of which a
 "one-pass" has two rows each but the first.
 variant: rows of tokens are kept once they are known for a pass (decode), those of the prompt for good (prefill), or
@@ -78,6 +86,45 @@ _SEARCHING = ("two-pass", "one-pass")
 _AXIS_FIELDS = frozenset(name for axis in (FRONTIERS, POLICIES, DRAFTERS) for names in axis.values() for name in names)
 _CACHED_BY_BLOCK = ("prefix", "dual")
 _ADAPTIVE = ("threshold", "factor", "entropy_bound")
+_AXES = {"frontier": FRONTIERS, "policy": POLICIES, "drafter": DRAFTERS}
+_PROTOCOL: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "frontier": ("unmask.decoding.frontier.Frontier", ("advance", "retire", "reach")),
+    "policy": (
+        "unmask.cache.policy.CachePolicy",
+        ("due", "rows", "most_rows", "counted", "observe", "planes", "gate", "mass", "refreshes", "recurs", "static"),
+    ),
+    "drafter": (
+        "unmask.decoding.drafter.Drafter",
+        ("scratch", "settle", "num_scratch", "num_second", "num_pending", "parts"),
+    ),
+}
+"""The base class of each axis, and what the engine asks of a member."""
+_LEFT_OPEN = ("Frontier.advance", "Frontier.reach", "CachePolicy.rows", "CachePolicy.most_rows")
+"""What the base classes leave to their members."""
+_CLASSES = {
+    "unmask.decoding.frontier": {
+        "Whole": "whole",
+        "Blocks": "blocks",
+        "Window": "window",
+        "BlockWindow": "block-window",
+        "Pipeline": "pipeline",
+    },
+    "unmask.cache.policy": {
+        "Recompute": "recompute",
+        "Prefix": "prefix",
+        "Dual": "dual",
+        "Tracked": "tracked",
+        "BlockCausal": "block-causal",
+    },
+    "unmask.cache.delayed": {"Delayed": "delayed"},
+    "unmask.cache.drift": {"Drift": "drift"},
+    "unmask.cache.elastic": {"Elastic": "elastic"},
+    "unmask.decoding.drafter": {"Drafter": "none", "TwoPass": "two-pass", "Nested": "nested"},
+    "unmask.decoding.one_pass": {"OnePass": "one-pass"},
+}
+"""The classes behind the names, by module: an object that extends one is held to what that one may combine."""
+OWN = "own"
+"""The kind of a member that extends none of them."""
 
 
 class Weights(Protocol):
@@ -106,6 +153,11 @@ _ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
     "warmup": 0,
     "kept": ("all", "chosen"),
     "new_first": ("no", "yes"),
+    "cosine": ("heads", "keys"),
+    "tested": ("union", "own"),
+    "tripping": ("keep", "redo"),
+    "masks": ("window", "all"),
+    "run_new": ("no", "yes"),
     "mass": ("logits", "softmax"),
     "mass_rows": ("decode", "refresh"),
     "mass_first_layer": 0,
@@ -132,9 +184,13 @@ class Method:
     name: str
     title: str
     paper: str = ""
-    frontier: str = "blocks"
-    policy: str = "recompute"
-    drafter: str = "none"
+    frontier: Any = "blocks"
+    """A name of `FRONTIERS`, or an `unmask.decoding.frontier.Frontier` of your own; so for the next two axes. All
+    engines that run the row share the object."""
+    policy: Any = "recompute"
+    """A name of `POLICIES`, or an `unmask.cache.policy.CachePolicy`."""
+    drafter: Any = "none"
+    """A name of `DRAFTERS`, or an `unmask.decoding.drafter.Drafter`."""
     schedule: str = "even"
     """How a fixed schedule spreads its commits: ``even`` (LLaDA), ``dream`` (the eps curve), or as the ``family`` of
     the weights does."""
@@ -144,9 +200,12 @@ class Method:
     """What holds for all requests alike: see `OPTIONS`."""
 
     def __post_init__(self) -> None:
-        _choice("frontier", self.frontier, FRONTIERS)
-        _choice("policy", self.policy, POLICIES)
-        _choice("drafter", self.drafter, DRAFTERS)
+        for axis, known in _AXES.items():
+            member = getattr(self, axis)
+            if isinstance(member, str):
+                _choice(axis, member, known)
+            else:
+                _check_own(f"method {self.name!r}", axis, member)
         _choice("schedule", self.schedule, SCHEDULES)
         self._check_members()
         self._check_options()
@@ -158,23 +217,39 @@ class Method:
     def describe(self) -> str:
         """One line for tables: the axes and the recommended sampling."""
         said = " ".join(f"{name}={value}" for name, value in [*self.sampling.items(), *self.options.items()])
-        return f"{self.frontier} / {self.policy} / {self.drafter}" + (f" / {said}" if said else "")
+        return " / ".join(self.members) + (f" / {said}" if said else "")
+
+    @property
+    def members(self) -> tuple[str, str, str]:
+        """Its members for messages: their names, and the class names of your own."""
+        return _word(self.frontier), _word(self.policy), _word(self.drafter)
+
+    @property
+    def kinds(self) -> tuple[str, str, str]:
+        """Names of its members; of your own that of the class which they extend, or "own". What may go together is
+        decided by these."""
+        drafter = _kind(self.drafter)
+        if drafter == "none" and not isinstance(self.drafter, str) and _tries_ahead(self.drafter):
+            drafter = OWN
+        return _kind(self.frontier), _kind(self.policy), drafter
 
     @property
     def reads(self) -> frozenset[str]:
         """The request fields that only some methods read and this one does."""
-        read = (*FRONTIERS[self.frontier], *POLICIES[self.policy], *DRAFTERS[self.drafter])
-        return frozenset(read) - frozenset(_UNREAD.get(self.drafter, ()))
+        read = [name for axis in _AXES for name in _reads(axis, getattr(self, axis))]
+        return frozenset(read) - frozenset(_UNREAD.get(self.kinds[2], ()))
 
     @property
     def attention(self) -> str:
         """What its rows see, in the words of `ModelConfig.attention`: "full" or "block_causal"."""
-        return "block_causal" if self.frontier == "pipeline" else "full"
+        of_kind = "block_causal" if self.kinds[0] == "pipeline" else "full"
+        return str(getattr(self.frontier, "attention", of_kind))
 
     @property
     def all_options(self) -> Mapping[str, Any]:
         """The options of its members, the defaults filled in."""
-        defaults = {**OPTIONS.get(self.policy, {}), **OPTIONS.get(self.drafter, {})}
+        named = [member for member in (self.policy, self.drafter) if isinstance(member, str)]  # others: constructors'
+        defaults = {name: value for member in named for name, value in OPTIONS.get(member, {}).items()}
         return MappingProxyType(defaults | dict(self.options))
 
     def option(self, name: str) -> Any:
@@ -195,40 +270,46 @@ class Method:
     # --- what it may not be
 
     def _check_members(self) -> None:
-        me, frontier, policy = f"method {self.name!r}", self.frontier, self.policy
-        if policy == "block-causal" and frontier != "pipeline":
+        me, (frontier, policy, drafter), (where, what, ahead) = f"method {self.name!r}", self.members, self.kinds
+        causal = self.attention == "block_causal"
+        if what == "block-causal" and where != "pipeline":
             raise MethodError(
-                f"{me}: policy 'block-causal' keeps whole blocks for good, which frontier {frontier!r} does not finish "
+                f"{me}: policy {policy!r} keeps whole blocks for good, which frontier {frontier!r} does not finish "
                 "in order; use frontier 'pipeline', or policy 'recompute'"
             )
-        if frontier == "pipeline" and policy not in ("recompute", "block-causal"):
+        if causal and what not in ("recompute", "block-causal"):
             raise MethodError(
-                f"{me}: frontier 'pipeline' has blocks that do not see what follows, and policy {policy!r} is for rows "
-                "that see the whole canvas; use policy 'block-causal', or 'recompute'"
+                f"{me}: frontier {frontier!r} has blocks that do not see what follows, and policy {policy!r} is for "
+                "rows that see the whole canvas; use policy 'block-causal', or 'recompute'"
             )
-        if policy in _CACHED_BY_BLOCK and frontier != "blocks":
+        if what in _CACHED_BY_BLOCK and where != "blocks":
             raise MethodError(
                 f"{me}: policy {policy!r} recomputes one block at a time, and frontier {frontier!r} decides outside of "
                 "it; use frontier 'blocks', or policy 'recompute'"
             )
-        if policy == "drift" and self.drafter != "none":
+        if what == "drift" and ahead != "none":
             raise MethodError(
-                f"{me}: policy 'drift' chooses among the answer's rows in every layer, and drafter {self.drafter!r} "
+                f"{me}: policy {policy!r} chooses among the answer's rows in every layer, and drafter {drafter!r} "
                 "brings rows that are none of it; use drafter 'none', or policy 'recompute'"
             )
-        if self.drafter in _SEARCHING and frontier == "pipeline":
+        if what == "elastic" and ahead != "none":
             raise MethodError(
-                f"{me}: drafter {self.drafter!r} verifies with rows that see the whole canvas, and those of frontier "
-                "'pipeline' do not; use drafter 'none', or frontier 'window'"
+                f"{me}: policy {policy!r} may recompute the whole canvas from any layer on, and drafter {drafter!r} "
+                "brings rows that are none of it; use drafter 'none', or policy 'recompute'"
             )
-        if self.drafter == "nested" and policy != "dual":
+        if ahead in (*_SEARCHING, OWN) and causal:
             raise MethodError(
-                f"{me}: drafter 'nested' tries tokens of a block on a canvas that is left alone meanwhile, and policy "
-                f"{policy!r} recomputes more than the block; use policy 'dual', or drafter 'none'"
+                f"{me}: drafter {drafter!r} verifies with rows that see the whole canvas, and those of frontier "
+                f"{frontier!r} do not; use drafter 'none', or frontier 'window'"
+            )
+        if ahead == "nested" and what != "dual":
+            raise MethodError(
+                f"{me}: drafter {drafter!r} tries tokens of a block on a canvas that is left alone meanwhile, and "
+                f"policy {policy!r} recomputes more than the block; use policy 'dual', or drafter 'none'"
             )
 
     def _check_option_name(self, name: str) -> None:
-        mine = (self.policy, self.drafter)
+        mine = self.members[1:]
         owners = [member for member, options in OPTIONS.items() if name in options]
         if owners and not set(owners) & set(mine):
             raise MethodError(
@@ -307,7 +388,7 @@ class Method:
             if _said(name, said.get(name)):
                 raise MethodError(
                     f"method {self.name!r} recommends {name}={said[name]}, which its members "
-                    f"({self.frontier}, {self.policy}, {self.drafter}) do not read; leave it out"
+                    f"({', '.join(self.members)}) do not read; leave it out"
                 )
         if self.drafter in _SEARCHING and (said.get("search") or 0) > (most := self.option("max_search")):
             raise MethodError(
@@ -335,7 +416,7 @@ class Method:
         recommended = {k: v for k, v in checkpoint.items() if k in RECOMMENDABLE and k not in unread}
         if self.name != checkpoint.get("method"):  # a recommended rule belongs to the recommended method
             recommended = {k: v for k, v in recommended.items() if k in ("max_tokens", "block_length")}
-        if self.drafter == "nested" and not 0 < recommended.get("block_length", 0) <= self.option("block_width"):
+        if self.kinds[2] == "nested" and not 0 < recommended.get("block_length", 0) <= self._block_width():
             recommended.pop("block_length", None)  # advice for methods that take longer blocks
         complete = params.filled(recommended, self.sampling, fallback)
         self._check_request(complete)
@@ -343,17 +424,24 @@ class Method:
 
     def _check_request(self, params: SamplingParams) -> None:
         self._check_schedule(params)
-        if self.drafter == "none":
+        if self.kinds[1] == "elastic" and params.cfg_scale > 0:
+            raise ConfigError(
+                f"cfg_scale={params.cfg_scale} mixes two canvases, and method {self.name!r} decides for each by itself "
+                "which of its rows run; use cfg_scale=0, or a method such as 'flash-cache'"
+            )
+        drafter = self.kinds[2]
+        if drafter == "none":
             return
         if params.cfg_scale > 0:
             raise ConfigError(
                 f"cfg_scale={params.cfg_scale} mixes two canvases and method {self.name!r} verifies on one; "
                 f"use cfg_scale=0, or a method that tries nothing ahead ({self._without_drafter()})"
             )
-        if self.drafter == "nested":
+        if drafter == "nested":
             self._check_one_a_pass(params)
             self._check_block_width(params)
-        if params.search is not None and params.search > (most := self.option("max_search")):
+        most = self.all_options.get("max_search")  # a drafter of your own knows its limit itself
+        if params.search is not None and most is not None and params.search > most:
             raise ConfigError(
                 f"search={params.search} is over the {most} that method {self.name!r} has rows for; "
                 f"use at most {most}, or a Method with a larger option max_search"
@@ -362,17 +450,21 @@ class Method:
     def _check_schedule(self, params: SamplingParams) -> None:
         """A fixed schedule counts on candidates that the frontier has to offer."""
         origin = params.alg == "origin"
-        if origin and (self.schedule == "even" or self.frontier not in ("whole", "blocks")):
+        frontier = self.kinds[0]
+        if origin and (self.schedule == "even" or frontier not in ("whole", "blocks")):
             raise ConfigError(
                 "alg='origin' needs Dream's schedule, over blocks or the whole canvas; "
                 f"use method='dream' instead of {self.name!r}"
             )
         adaptive = any(getattr(params, name) is not None for name in _ADAPTIVE)
-        if self.frontier == "pipeline" and (not adaptive or params.alg == "confidence_threshold_budget"):
+        if frontier in ("pipeline", OWN) and (not adaptive or params.alg == "confidence_threshold_budget"):
             said = f"steps={params.steps}" if params.steps is not None else "no threshold, factor or entropy_bound"
             raise ConfigError(
                 f"method {self.name!r} opens blocks as they fill, so that a fixed schedule ({said}) finds fewer "
                 "candidates than it counts on; use a threshold, or a method with frontier 'blocks'"
+                if frontier == "pipeline"
+                else f"method {self.name!r}: a fixed schedule ({said}) counts on candidates that frontier "
+                f"{self.members[0]!r} need not have; use a threshold, or extend Whole, Blocks or Window"
             )
 
     def _check_one_a_pass(self, params: SamplingParams) -> None:
@@ -397,16 +489,75 @@ class Method:
 
     def _check_block_width(self, params: SamplingParams) -> None:
         answer = params.max_tokens or 0
-        longest, width = min(params.block_length or answer, answer), self.option("block_width")
+        longest, width = min(params.block_length or answer, answer), self._block_width()
         if longest > width:
             raise ConfigError(
                 f"a block of {longest} positions is over the {width} that method {self.name!r} has rows for; use a "
                 f"block_length of at most {width}, or a Method with a larger option block_width"
             )
 
+    def _block_width(self) -> int:
+        width = self.option("block_width") if isinstance(self.drafter, str) else self.drafter.block_width
+        return int(width)
+
     def _without_drafter(self) -> str:
         alike = [row.name for row in METHODS.values() if (row.frontier, row.policy) == (self.frontier, self.policy)]
         return next((name for name in alike if METHODS[name].drafter == "none"), "confidence")
+
+
+def _word(member: Any) -> str:
+    return member if isinstance(member, str) else type(member).__name__
+
+
+def _kind(member: Any) -> str:
+    """The name of a member; of an object, that of the nearest class that has one."""
+    if isinstance(member, str):
+        return member
+    found = (_CLASSES.get(each.__module__, {}).get(each.__name__) for each in type(member).__mro__)
+    return next((name for name in found if name is not None), OWN)
+
+
+def _tries_ahead(drafter: Any) -> bool:
+    return bool(drafter.num_scratch or drafter.num_second or drafter.num_pending)
+
+
+def _reads(axis: str, member: Any) -> tuple[str, ...]:
+    """The request fields that a member reads: its ``reads``, or what the member that it extends does."""
+    of_kind = _AXES[axis].get(_kind(member), ())
+    return of_kind if isinstance(member, str) else tuple(getattr(member, "reads", of_kind))
+
+
+def _left_open(method: Any) -> bool:
+    ours = str(getattr(method, "__module__", "")).startswith("unmask.")
+    return ours and getattr(method, "__qualname__", "") in _LEFT_OPEN
+
+
+def _check_own(me: str, axis: str, member: Any) -> None:
+    """An object in place of a name is what the engine will ask things of."""
+    base, asked = _PROTOCOL[axis]
+    if isinstance(member, type):
+        raise MethodError(
+            f"{me}: {axis} {member.__name__} is a class and a row takes an object; use {member.__name__}()"
+        )
+    missing = [name for name in asked if not hasattr(member, name)]
+    missing += [name for name in asked if _left_open(getattr(member, name, None))]
+    if missing:
+        raise MethodError(
+            f"{me}: {axis} {_word(member)!r} is without {', '.join(missing)}; extend {base}, which says what each gets "
+            "and returns"
+        )
+    reads = getattr(member, "reads", ())
+    if isinstance(reads, str):
+        raise MethodError(f"{me}: reads of {axis} {_word(member)!r} is a text; use a tuple, ({reads!r},)")
+    for name in reads:
+        if name not in _AXIS_FIELDS:
+            hint = nearest(str(name), _AXIS_FIELDS)
+            raise MethodError(
+                f"{me}: {axis} {_word(member)!r} reads {name!r}, and no request has such a field for members; {hint}. "
+                "What all requests share can be an argument of its constructor"
+            )
+    if (sees := getattr(member, "attention", "full")) not in ("full", "block_causal"):
+        raise MethodError(f"{me}: attention of {axis} {_word(member)!r} is {sees!r}; use 'full' or 'block_causal'")
 
 
 def _said(name: str, value: Any) -> bool:
@@ -420,7 +571,9 @@ def leads(method: Method, logit_shift: int) -> bool:
     That position is scored by a row before the block, which the policies that recompute one block run in its first pass
     only; the reference takes it there, alone and whatever its confidence.
     """
-    return method.policy in _CACHED_BY_BLOCK and logit_shift != 0
+    if not isinstance(method.frontier, str):
+        return bool(getattr(method.frontier, "lead", False))
+    return method.kinds[1] in _CACHED_BY_BLOCK and logit_shift != 0
 
 
 def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
@@ -429,10 +582,21 @@ def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
     Raises:
         MethodError: they cannot.
     """
-    if method.drafter != "none" and config.logit_shift:
+    by_block = method.kinds[1] in _CACHED_BY_BLOCK
+    if by_block and config.logit_shift and not leads(method, config.logit_shift):
+        raise MethodError(
+            f"method {method.name!r} recomputes one block at a time, and this network scores its first position from "
+            f"outside of it; make frontier {method.members[0]!r} with lead=True, or use policy 'recompute'"
+        )
+    if method.kinds[2] != "none" and config.logit_shift:
         raise MethodError(
             f"method {method.name!r} verifies each position by its own row, and this network scores a position from "
             f"row p - {config.logit_shift}; use a method with drafter 'none', such as {method._without_drafter()!r}"
+        )
+    if method.kinds[1] == "elastic" and config.logit_shift:
+        raise MethodError(
+            f"method {method.name!r} runs the rows of the positions that it may decide, and this network scores a "
+            f"position from row p - {config.logit_shift}; use a method such as 'flash-cache'"
         )
     if allow or method.attention == config.attention:
         return
@@ -451,17 +615,21 @@ def check_prefix_caching(method: Method, wanted: bool | None) -> bool:
     Raises:
         MethodError: wanted where what follows a prompt changes its keys and values.
     """
-    exact = method.policy == "block-causal"
+    exact = method.policy == "block-causal" and method.frontier == "pipeline"
     if wanted and not exact:
         raise MethodError(
-            f"enable_prefix_caching=True, and with policy {method.policy!r} of method {method.name!r} a prompt's keys "
-            "and values depend on what follows; leave it out, or use policy 'block-causal' (method 'd2f')"
+            f"enable_prefix_caching=True, and with policy {method.members[1]!r} of method {method.name!r} a prompt's "
+            "keys and values depend on what follows; leave it out, or use policy 'block-causal' (method 'd2f')"
         )
     return exact if wanted is None else wanted
 
 
+_ROWS: dict[str, Method] = {}
+
+
 def _table(*rows: Method) -> Mapping[str, Method]:
-    return MappingProxyType({row.name: row for row in rows})
+    _ROWS.update({row.name: row for row in rows})
+    return MappingProxyType(_ROWS)
 
 
 _FAST_DLLM: Mapping[str, Any] = {"threshold": 0.9, "block_length": 32}
@@ -547,6 +715,14 @@ METHODS: Mapping[str, Method] = _table(
         policy="drift",
         options={"identifier": "proxy", "writes": "dense", "curve": "auto", "refresh": "together"},
         sampling={**_FAST_DLLM, "refresh_interval": 50, "answer_interval": 7},
+    ),
+    Method(
+        name="elastic-cache",
+        title="A window, until a layer's attention has drifted: from there on everything is recomputed",
+        paper="arXiv 2510.14973",
+        frontier="window",
+        policy="elastic",
+        sampling={**_WINDOW, "track": 1, "drift_threshold": 0.9},
     ),
     Method(
         name="flash-cache",
@@ -649,3 +825,22 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise MethodError(f"method {name!r} is unknown; {nearest(name, METHODS)}")
     return METHODS[name]
+
+
+@contextmanager
+def registered(*rows: Method) -> Iterator[None]:
+    """Inside, rows of your own are in the table: whatever takes a method's name (an engine, a load of
+    `unmask.eval.continuous`) takes theirs.
+
+    Raises:
+        MethodError: a name that the table has already.
+    """
+    for row in rows:
+        if row.name in _ROWS:
+            raise MethodError(f"method {row.name!r} is in the table already; use another name")
+    _ROWS.update({row.name: row for row in rows})
+    try:
+        yield
+    finally:
+        for row in rows:
+            _ROWS.pop(row.name, None)

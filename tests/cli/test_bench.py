@@ -11,7 +11,10 @@ from cli.test_main import ENV, SPY
 TINY = ("--shape", "tiny", "--prompt", "20", "--answer", "64", "--device", "cpu")
 
 
-@pytest.mark.parametrize("line", ["bench --help", "bench kernels --help", "bench step --help", "bench latency --help"])
+@pytest.mark.parametrize(
+    "line",
+    ["bench --help", "bench kernels --help", "bench step --help", "bench latency --help", "bench methods --help"],
+)
 def test_help_imports_nothing_large(line):
     result = subprocess.run([sys.executable, "-c", SPY, *line.split()], env=ENV, capture_output=True, text=True)
     assert result.stdout.strip()
@@ -20,7 +23,7 @@ def test_help_imports_nothing_large(line):
 
 def test_its_verbs(unmask):
     shown = unmask("bench", "--help").stdout
-    assert all(f" {verb} " in shown for verb in ("kernels", "step", "latency", "throughput"))
+    assert all(f" {verb} " in shown for verb in ("kernels", "step", "latency", "throughput", "methods"))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,10 @@ def test_its_verbs(unmask):
         ("throughput --seats ,", "numbers from 1 to 1024"),
         ("throughput --max-num-batched-tokens 0", "max-num-batched-tokens"),
         ("throughput --seconds 0", "seconds"),
+        ("methods --setting shrt", "'short'"),
+        ("methods --method flash-cash", "'flash-cache'"),
+        ("methods --problems 0", "problems"),
+        ("methods --seats 1025", "seats"),
         ("stp", "'step'"),
     ],
 )
@@ -82,6 +89,28 @@ def test_throughput(unmask, tmp_path):
     result = unmask("bench", "throughput", *TINY, *more)
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "throughput_tiny.csv").read_text().count("\n") == 3
+
+
+def test_methods(unmask, tmp_path):
+    """What is compared with comes along; a second run goes on."""
+    line = ("bench", "methods", "--device", "cpu", "--problems", "1", "--method", "freedave", "--out", str(tmp_path))
+    result = unmask(*line, "--seconds", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "left out: freedave threshold=2.0 block_length=16" in result.stdout
+    assert unmask(*line).exit_code == 0
+    rows = json.loads((tmp_path / "methods_short.json").read_text())["rows"]
+    plain = "confidence threshold=2.0 block_length=16"
+    assert [row["cell"] for row in rows] == ["confidence threshold=2.0", *(row["cell"] for row in rows[1:])]
+    (ahead,) = (row for row in rows if row["method"] == "freedave")
+    assert ahead["to_no_cache"]["of"] == plain
+    assert ahead["to_one_a_pass"]["of"] == rows[0]["cell"]
+
+
+def test_its_settings():
+    from unmask.bench import methods
+    from unmask.cli import bench
+
+    assert tuple(methods.SETTINGS) == bench.SETTINGS
 
 
 def test_where_results_go(unmask, tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ WORDS = {
     "track": ["0"],
     "refresh_interval": ["8"],
     "answer_interval": ["4"],
+    "drift_threshold": ["0.9"],
     "search": ["8"],
     "gamma": ["0.8"],
     "accept": ["product"],

@@ -16,7 +16,7 @@ from unmask.core.canvas import Canvas
 from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Whole
 from unmask.decoding.params import DecodeParams, Needs, SeatParams, seat_params
-from unmask.engine.step import Budgets, Step
+from unmask.engine.step import READBACK, Budgets, Step
 from unmask.models.transformer import Transformer
 
 
@@ -168,7 +168,7 @@ def run(step: Step, cases: Sequence[Case], limit: int = 400) -> list[Result]:
         if not bool(step.canvas.active_S.any()):
             return [result(step, seat, each) for seat, each in zip(seats_of(cases), cases)]
         step()
-        assert not step.readback[:, 6].any(), "a budget overflowed"
+        assert not step.readback[:, READBACK.index("overflow")].any(), "a budget overflowed"
     raise AssertionError(f"unfinished after {limit} steps")
 
 

@@ -31,7 +31,7 @@ from unmask.decoding.frontier import FrontierView, Pipeline
 from unmask.decoding.params import DecodeParams
 from unmask.engine.outputs import CompletionOutput
 from unmask.engine.request import Answer
-from unmask.engine.step import Look
+from unmask.engine.step import READBACK, Look
 from unmask.models.transformer import Transformer
 
 drawn = settings(max_examples=12, deadline=None, derandomize=True)
@@ -133,7 +133,7 @@ def watch(llm: LLM, before: Callable[[], object] = lambda: None) -> list[Pass]:
                     rows=plan.pos_M[mine_M].tolist(),
                     hidden_RD=hidden_MD[mine_M],
                     tokens=token_SN[seat, : end_S[answer.seat]].tolist(),
-                    undecided=int(program.readback[seat, 3]),
+                    undecided=int(program.readback[seat, READBACK.index("num_undecided")]),
                     after=canvas.token_SN[seat, :end].tolist(),
                     committed={n: (int(canvas.token_SN[seat, n]), float(canvas.commit_prob_SN[seat, n])) for n in new},
                     sealed=sealed_kv(llm, answer, seat),

@@ -22,7 +22,7 @@ from unmask.cache.pool import PAGE_SIZE, num_pages_for
 from unmask.core.canvas import Canvas
 from unmask.engine.engine import Engine
 from unmask.engine.request import Answer
-from unmask.engine.step import Look
+from unmask.engine.step import READBACK, Look
 
 BLOCKS: dict[str, Any] = {"block_length": 4, "threshold": 0.7}
 WINDOW: dict[str, Any] = {"decode_window": 4, "threshold": 0.7}
@@ -135,7 +135,9 @@ def watch(llm: LLM) -> list[Pass]:
             for answer in each.waiting:
                 now = state_of(llm, answer)
                 each.changed[answer] = {key for key, old in before[answer].items() if not torch.equal(old, now[key])}
-                each.told[answer] = sum(int(program.readback[seat, 4]) for seat in answer.seats)
+                each.told[answer] = sum(
+                    int(program.readback[seat, READBACK.index("num_rows")]) for seat in answer.seats
+                )
 
     for owner, name, spy in (
         (program, "look", look),

@@ -50,6 +50,8 @@ class PagedContext:
         self.plan = plan
         self.gate: LayerGate | None = None
         """Chooses rows inside the pass; None: every layer computes them all."""
+        self.counts_M = counts_M
+        """Rows whose attention the policy wants to know about."""
         self._pool, self._mass = pool, mass
         self._mass_sum: ops.MassSum | None = None
         if mass is not None and counts_M is not None:

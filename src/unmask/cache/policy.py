@@ -48,6 +48,8 @@ class CachePolicy:
     """A request begins with a refresh."""
     recurs: bool = False
     """What a pass commits can make the next one a refresh."""
+    static: bool = True
+    """Its ordinary passes have a fixed shape and can be captured; without, every pass is ragged."""
 
     def due(self, canvas: Canvas, limits: Limits) -> Tensor:
         """bool [S]: the next pass is a refresh."""

@@ -1,6 +1,6 @@
-"""`unmask bench`: how near this machine's runs come to what the machine could do.
+"""`unmask bench`: how near this machine's runs come to what the machine could do, and what each method costs.
 
-Every measurement states its floor, from rates measured in the same run, and is written to --out as soon as it is there.
+Every time states its floor, from rates measured in the same run; whatever is measured is written to --out at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="bench",
-    help="Measure the kernels, a step, and requests from end to end, beside what the device could do at best.",
+    help="Measure kernels, a step and requests beside what the device could do at best, and methods beside each other.",
     add_completion=False,
     no_args_is_help=True,
 )
@@ -32,6 +32,8 @@ SHAPES = ("llada-8b", "dream-7b", "mini", "tiny")
 """Names of `unmask.bench.shapes`, which needs torch; a test holds the two together."""
 OPS = ("attend", "project_and_store", "logit_stats", "add_rms_norm", "rms_norm", "swiglu", "linear", "linear_swiglu")
 PARTS = ("targets", "grid", "memory")
+SETTINGS = ("short", "long")
+"""Names of `unmask.bench.methods`."""
 KERNELS = ("auto", "reference", "triton")
 LARGE = ("llada-8b", "dream-7b")
 MAX_SEATS = 1024
@@ -217,6 +219,41 @@ def throughput(
     results = _results("throughput", device, out, *_variant(shape, model, engine))
     asked = serve.Load(**load)
     serve.throughput(results, device, asked, names, numbers, waves=waves, seconds=seconds, tell=_teller(as_json))
+    _end(results, as_json)
+
+
+@app.command()
+def methods(
+    setting: Annotated[str, typer.Option("--setting", help=f"Length of the answers: {', '.join(SETTINGS)}.")] = "short",
+    problems: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--problems", "-n", min=1, help="Held-out problems; 2000 short ones or 500 when left out."),
+    ] = None,
+    method: MethodsOption = None,
+    curves: Annotated[
+        bool, typer.Option("--curves", help="Also over thresholds, gammas, ratios, ranks and intervals.")
+    ] = False,
+    seats: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--seats", min=1, max=MAX_SEATS, help="Requests at a time; 256 or 64 on a GPU, 16 elsewhere."),
+    ] = None,
+    seconds: Seconds = 600,
+    device: DeviceOption = "auto",
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Every method, rule and drafter on the shipped model: what is right, and how many passes and rows it took."""
+    _known("setting", setting, SETTINGS)
+    names = [method_named(name).name for name in method or ()]
+    device = _device(device)
+    from unmask.bench import methods as bench
+
+    results = _results(f"methods_{setting}", device, out)
+    asked = bench.Bench(bench.SETTINGS[setting], device, problems=problems, seats=seats)
+    cells = bench.cells(asked.setting, curves=curves)
+    if names:
+        cells = bench.chosen(cells, names, asked.config, asked.setting.max_tokens)
+    bench.run(results, asked, cells, seconds=seconds, tell=_teller(as_json))
     _end(results, as_json)
 
 

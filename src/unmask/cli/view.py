@@ -51,7 +51,9 @@ class Marks:
     @classmethod
     def of(cls, method: Method) -> Marks:
         return cls(
-            rows=method.policy != "recompute", blocks=method.frontier == "pipeline", steps=method.drafter == "two-pass"
+            rows=method.kinds[1] != "recompute",
+            blocks=method.kinds[0] == "pipeline",
+            steps=method.kinds[2] == "two-pass",
         )
 
 

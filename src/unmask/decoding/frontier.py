@@ -97,6 +97,17 @@ class Window(Frontier):
         return min(params.window, answer)
 
 
+class BlockWindow(Window):
+    """The same, inside the leftmost block that has something undecided."""
+
+    def advance(self, canvas: Canvas, params: DecodeParams) -> FrontierView:
+        inside_SN = canvas.block_SN == canvas.current_block_S()[:, None]
+        return _one_group(canvas, super().advance(canvas, params).candidate_SN & inside_SN)
+
+    def reach(self, answer: int, block_length: int, params: SeatParams) -> int:
+        return min(params.window, block_length or answer, answer)
+
+
 class Pipeline(Frontier):
     """Several blocks in flight (D2F, arXiv 2508.09192; the order of events is that of the reference).
 

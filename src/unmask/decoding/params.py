@@ -103,6 +103,8 @@ class SeatParams:
     answer_interval: int = 0
     """The answer alone is recomputed every so many passes; 0 never."""
     """Caches: the whole canvas is recomputed every so many of the request's passes; 0: never again."""
+    drift_threshold: float = 0.0
+    """Elastic: least similarity of a layer's attention for which the layers behind it are not recomputed."""
     search: int = NO_LIMIT
     """TwoPass: most positions under verification; the drafter has its own limit."""
     gamma: float = 0.8
@@ -222,6 +224,7 @@ def seat_params(
         track=_or(p.track, SeatParams.track),
         interval=_or(p.refresh_interval, SeatParams.interval),
         answer_interval=_or(p.answer_interval, SeatParams.answer_interval),
+        drift_threshold=_or(p.drift_threshold, SeatParams.drift_threshold),
         search=_or(p.search, SeatParams.search),
         gamma=_or(p.gamma, SeatParams.gamma),
         product=p.accept == "product",
@@ -233,6 +236,7 @@ _REAL = (
     "tau_add",
     "tau_act",
     "gamma",
+    "drift_threshold",
     "threshold",
     "factor",
     "entropy_bound",
@@ -284,6 +288,7 @@ class DecodeParams:
     track_S: Tensor
     interval_S: Tensor
     answer_interval_S: Tensor
+    drift_threshold_S: Tensor
     search_S: Tensor
     gamma_S: Tensor
     product_S: Tensor

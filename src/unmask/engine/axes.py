@@ -9,10 +9,11 @@ from unmask.cache.budget import published, uniform
 from unmask.cache.context import MassSpec
 from unmask.cache.delayed import Delayed
 from unmask.cache.drift import Drift
+from unmask.cache.elastic import Elastic
 from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Prefix, Recompute, Tracked
 from unmask.cache.proxy import proxies
 from unmask.decoding.drafter import Drafter, Nested, TwoPass
-from unmask.decoding.frontier import Blocks, Frontier, Pipeline, Whole, Window
+from unmask.decoding.frontier import Blocks, BlockWindow, Frontier, Pipeline, Whole, Window
 from unmask.decoding.one_pass import OnePass
 from unmask.errors import ConfigError
 from unmask.methods import Method, leads
@@ -32,22 +33,30 @@ class Axes:
 
     @classmethod
     def of(cls, method: Method, config: ModelConfig, model: Any = None) -> Axes:
-        """The members of a row, for these weights. A member that looks at weights needs the ``model`` itself to run;
-        its sizes are known without."""
+        """The members of a row, for these weights; objects as they are. A member that looks at weights needs the
+        ``model`` itself to run; its sizes are known without."""
         return cls(_frontier(method, config), _policy(method, config, model), _drafter(method))
 
 
 def _frontier(method: Method, config: ModelConfig) -> Frontier:
+    if not isinstance(method.frontier, str):
+        own: Frontier = method.frontier
+        return own
     members = {
         "whole": Whole,
         "blocks": lambda: Blocks(lead=leads(method, config.logit_shift)),
         "window": Window,
+        "block-window": BlockWindow,
         "pipeline": Pipeline,
     }
     return members[method.frontier]()
 
 
 def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
+    if not isinstance(method.policy, str):
+        own: CachePolicy = method.policy
+        return own
+
     def tracked() -> Tracked:
         first, last = method.option("mass_first_layer"), method.option("mass_last_layer")
         mass = MassSpec(first, last, softmax=method.option("mass") == "softmax")
@@ -63,6 +72,13 @@ def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
         ),
         "block-causal": BlockCausal,
         "drift": lambda: _drift(method, config, model),
+        "elastic": lambda: Elastic(
+            cosine=method.option("cosine"),
+            tested=method.option("tested"),
+            redo=method.option("tripping") == "redo",
+            all_masks=method.option("masks") == "all",
+            run_new=method.option("run_new") == "yes",
+        ),
     }
     return members[method.policy]()
 
@@ -100,6 +116,9 @@ def _ratios(method: Method, config: ModelConfig) -> list[float]:
 
 
 def _drafter(method: Method) -> Drafter:
+    if not isinstance(method.drafter, str):
+        own: Drafter = method.drafter
+        return own
     if method.drafter == "none":
         return Drafter()
     if method.drafter == "nested":

@@ -109,7 +109,7 @@ class Engine:
         self.fixed: FixedSteps | None = None
         """Ordinary passes are captured and replayed; None: every pass is ragged."""
         self._messages = Messages()
-        if self.device.type == "cuda" and not config.enforce_eager:
+        if self.device.type == "cuda" and not config.enforce_eager and self.axes.policy.static:
             self.fixed = FixedSteps(self.step_program, compiled=config.enable_torch_compile)
 
     @property
@@ -396,7 +396,7 @@ class Engine:
         seat, span = answer.seat, slice(len(answer.prompt_ids), end)
         rows = (told.token_SN, final_SN, prob_SN, told.commit_pass_SN, run_SN)
         states: list[str | None] = [None] * answer.length
-        if self.method.frontier == "pipeline":
+        if self.method.kinds[0] == "pipeline":
             block_N = layout.blocks(answer.length, len(answer.prompt_ids), answer.block_length)[span]
             states = [BLOCK_STATES[state] for state in state_SK[seat].cpu()[block_N.long()].tolist()]
         return [self._cell(*cell) for cell in zip(*(row[seat, span].tolist() for row in rows), states)]

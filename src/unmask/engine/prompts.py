@@ -129,7 +129,7 @@ class Prompts:
             params,
             kind=self.method.schedule_for(config),
             masks_per_block=block_N[undecided_N].unique_consecutive(return_counts=True)[1].tolist()
-            if self.method.frontier == "blocks"
+            if self.method.kinds[0] in ("blocks", "block-window")
             else [int(undecided_N.sum())],
             model_eos=config.eos_token_ids,
             lead=leads(self.method, config.logit_shift),

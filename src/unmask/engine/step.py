@@ -33,11 +33,12 @@ from unmask.errors import ConfigError
 from unmask.ops import LogitStats
 
 READBACK = (
-    *("num_settled", "end", "num_steps", "num_undecided", "num_rows", "num_accepted", "overflow", "active"),
-    *("due", "num_forward", "total_rows"),
+    *("num_settled", "num_undecided", "num_rows", "num_accepted", "overflow", "total_rows"),
+    *("end", "num_steps", "num_forward"),
+    *("active", "due"),
 )
-"""Columns of what a step tells the host; those of the last three are about the request, up to now: whether its next
-pass is a refresh, its passes, its rows."""
+"""Columns of what a step tells the host, by type: int64, int32, bool. ``total_rows``, ``num_steps`` and ``num_forward``
+are the request's up to now, ``due`` says whether its next pass is a refresh."""
 
 
 @dataclass(frozen=True)
@@ -381,20 +382,14 @@ class Step:
         canvas.count_pass(num_rows_S)
         canvas.count_pass(num_more_S)
         num_undecided_S = canvas.undecided_SN().sum(1)
-        columns = (
-            canvas.num_settled_S(),
-            canvas.end_S,
-            canvas.pass_S,
-            num_undecided_S,
-            num_rows_S + num_more_S,
-            num_accepted_S,
-            overflow_S,
-            canvas.active_S,
-            self.policy.due(canvas, self.params),
-            canvas.num_forward_S,
-            canvas.rows_S,
+        whole = (canvas.num_settled_S().long(), num_undecided_S, num_rows_S + num_more_S, num_accepted_S, overflow_S)
+        groups = (
+            (*whole, canvas.rows_S),
+            (canvas.end_S, canvas.pass_S, canvas.num_forward_S),
+            (canvas.active_S, self.policy.due(canvas, self.params)),
         )
-        self.readback.copy_(torch.stack([column.int() for column in columns], 1))
+        # Stacked by type and joined: a cast for each of eleven columns would be a kernel each.
+        self.readback.copy_(torch.cat([torch.stack(group, 1) for group in groups], 1))
         canvas.active_S &= num_undecided_S[canvas.leader_or_self_S()] > 0  # a twin rests when its leader does
 
 

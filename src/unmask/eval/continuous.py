@@ -58,6 +58,8 @@ SERVED: tuple[tuple[str, str], ...] = (
     ("dllm-cache", "dream"),
     ("spa-cache", "llada-gqa"),
     ("spa-cache", "dream"),
+    ("elastic-cache", "llada"),
+    ("elastic-cache", "llada-gqa"),
     ("freedave", "llada"),
     ("freedave", "llada-gqa"),
     ("d2f", "llada"),
@@ -151,7 +153,7 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
         said |= {"temperature": 0.8, "top_p": 0.9}
     if r.random() < 0.5:
         said |= {"stop_token_ids": (r.randrange(94),), "ignore_eos": r.random() < 0.5}
-    if row.drafter == "none" and r.random() < 0.2:
+    if row.kinds[2] == "none" and row.kinds[1] != "elastic" and r.random() < 0.2:
         said["cfg_scale"] = 0.7
     choices: dict[str, Sequence[Any]] = {
         "block_length": (0, 4, 7, 16),
@@ -160,6 +162,7 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
         "answer_interval": (1, 2, 4),
         "refresh_window": (4, 12, 64),
         "track": (0, 3, 16, 64),
+        "drift_threshold": (0.5, 0.9, 0.99),
         "search": (1, 4, 8),
         "gamma": (0.0, 0.2, 0.8),
         "accept": ("agreement", "product"),
@@ -170,7 +173,7 @@ def _said(method: str, r: random.Random) -> dict[str, Any]:
         "early_stop": (True, False),
     }
     said |= {name: r.choice(values) for name, values in choices.items() if name in row.reads and r.random() < 0.6}
-    if row.drafter == "nested":  # proved by what takes one token a pass: no other rule, and blocks within its width
+    if row.kinds[2] == "nested":  # proved by what takes one token a pass: no other rule, and blocks within its width
         said = {name: said[name] for name in ("max_tokens", "stop_token_ids", "ignore_eos") if name in said}
         said["block_length"] = r.choice((4, 7, 16))
     return said
@@ -180,7 +183,7 @@ def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more:
     """An engine that serves a method's load."""
     settings = {"tokenizer": None, "max_num_seqs": seats, "allow_attention_mismatch": True}
     llm = LLM(network(network_name, way=way), method=method, **settings | way.options | more)
-    if way.fixed and llm.engine.fixed is None:
+    if way.fixed and llm.engine.fixed is None and llm.engine.axes.policy.static:
         llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=lambda step: step)
     return llm
 

@@ -1,0 +1,266 @@
+"""Every method beside every other, on a CPU: which cells there are, what a row counts, and what is made of the rows."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unmask.bench.methods import (
+    BASES,
+    CACHES,
+    ONE,
+    SETTINGS,
+    Bench,
+    Cell,
+    Setting,
+    cells,
+    chosen,
+    compared,
+    counted,
+    curves,
+    place,
+    run,
+)
+from unmask.bench.results import Results
+from unmask.cli.catalog import shipped_dir
+from unmask.engine.outputs import CompletionOutput
+from unmask.eval.paired import aup, paired_difference
+from unmask.methods import DRAFTERS, METHODS
+from unmask.models.config import ModelConfig
+
+SHORT = SETTINGS["short"]
+TINY = Setting(name="short", per_request=1, max_tokens=48, num_problems=3, seats=4)
+AT = {"threshold": 0.9}
+FEW = [
+    Cell(method="confidence", sampling=AT),
+    Cell(method="fast-dllm-dual", sampling=AT),
+    Cell(method="confidence", drafter="nested", sampling=ONE),
+    Cell(method="freedave", sampling=AT),
+    Cell(method="flash-verify", sampling=AT),
+    Cell(method="d2f", sampling=AT),
+]
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    directory = shipped_dir()
+    assert directory is not None
+    return ModelConfig.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(TINY, "cpu")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+# Cells
+
+
+def test_every_method_rule_and_drafter() -> None:
+    every = cells(SHORT, curves=True)
+    assert len({cell.name for cell in every}) == len(every)
+    shown = {
+        (row.frontier, row.policy, row.drafter) for row in map(METHODS.get, {cell.method for cell in every}) if row
+    }
+    assert {(row.frontier, row.policy, row.drafter) for row in METHODS.values()} == shown
+    for base in BASES:
+        row = METHODS[base]
+        alike = [each.name for each in METHODS.values() if (each.frontier, each.policy) == (row.frontier, row.policy)]
+        tried = {cell.drafter or METHODS[cell.method].drafter for cell in every if cell.method in alike}
+        assert tried == set(DRAFTERS), base
+        rules = {name for cell in every if cell.method == base for name in cell.sampling}
+        assert {"threshold", "factor", "entropy_bound"} <= rules
+
+
+def test_the_most_wanted_are_first() -> None:
+    first = [cell.method for cell in cells(SHORT)]
+    order = list(dict.fromkeys(first))
+    assert order[:2] == ["confidence", "window"]
+    assert order[2:8] == list(CACHES)
+    assert order[8:12] == ["flash-verify", "one-pass", "one-pass-cache", "freedave"]
+    assert cells(SHORT)[0].sampling == ONE
+    assert {cell.part for cell in cells(SHORT)} == {"first", "grid"}
+
+
+@pytest.mark.parametrize("method", [*CACHES, "flash-verify", "one-pass", "freedave", "d2f"])
+def test_what_a_cell_is_compared_with_is_asked_before_it(method: str, config: ModelConfig) -> None:
+    mine = [cell for cell in chosen(cells(SHORT), [method], config, 128) if cell.part == "first"]
+    plain = {place(cell, config, 128) for cell in mine if METHODS[cell.method].policy == "recompute"}
+    assert all(place(cell, config, 128) in plain for cell in mine if cell.method == method)
+    assert {cell.method for cell in mine} - {method} <= {"confidence", "window", "d2f-uncached"}
+
+
+def test_places(config: ModelConfig) -> None:
+    cache, window = (place(Cell(method=name, sampling=AT), config, 128) for name in ("flash-cache", "window"))
+    assert cache != window  # the one recommends 16 positions, the other 32
+    assert cache == place(Cell(method="window", sampling={**AT, "decode_window": 16}), config, 128)
+    assert cache == place(Cell(method="flash-verify", sampling={**AT, "gamma": 0.5}), config, 128)
+    assert place(FEW[2], config, 128) is None
+
+
+# A run
+
+
+def test_rows_and_refusals(bench: Bench, tmp_path: Path) -> None:
+    told: list[str] = []
+    results = Results("methods_short", "cpu", tmp_path)
+    run(results, bench, FEW, tell=told.append)
+    rows = {row["cell"]: row for row in results.rows}
+    assert list(rows) == [cell.name for cell in FEW]
+    plain, dual, never, refused, verified, pipeline = rows.values()
+    assert "policy 'recompute' recomputes more than the block" in never["refused"]
+    assert "threshold=0.9 may commit several" in refused["refused"]
+    for row in (plain, dual, verified, pipeline):
+        assert row["num_requests"] == row["num_problems"] == 3
+        assert row["num_correct"] == sum(map(int, results.data["right"][row["cell"]]))
+        assert row["accuracy"] == row["num_correct"] / 3
+        assert row["tokens_per_pass"] == row["num_tokens"] / row["num_passes"]
+        assert row["rows_per_token"] == pytest.approx(1 / row["tokens_per_row"])
+        assert row["cache_bytes_per_position"] == 2 * 5 * 64 * 4 * 9  # K and V, 5 heads of 64, fp32, 9 layers
+    assert plain["num_steps"] == plain["num_passes"]
+    assert verified["num_steps"] < verified["num_passes"]
+    assert dual["num_rows"] < plain["num_rows"]
+    assert (plain["attention_as_trained"], pipeline["attention_as_trained"]) == (True, False)
+    assert plain["to_no_cache"] is plain["to_one_a_pass"] is None
+    assert dual["to_no_cache"]["of"] == plain["cell"]
+    assert dual["to_one_a_pass"] is None  # nobody was asked for that
+    assert verified["to_no_cache"] is None  # nothing is without cache in its window
+    assert sum("refused" in line for line in told) == 2
+    assert json.loads((tmp_path / "methods_short.json").read_text())["rows"] == results.rows
+
+
+def test_a_cut_run_goes_on(bench: Bench, tmp_path: Path) -> None:
+    first = Results("methods_short", "cpu", tmp_path)
+    run(first, bench, FEW[:2], seconds=0, tell=quiet)
+    assert first.data["left_out"] == [cell.name for cell in FEW[:2]]
+    run(first := Results("methods_short", "cpu", tmp_path), bench, FEW[:1], tell=quiet)
+    kept = dict(first.rows[0])
+    told: list[str] = []
+    again = Results("methods_short", "cpu", tmp_path)
+    run(again, bench, FEW[:2], tell=told.append)
+    assert len(told) == 1
+    assert again.rows[0] == kept
+    assert json.loads((tmp_path / "methods_short.json").read_text())["rows"] == again.rows
+    assert again.rows[1]["to_no_cache"]["of"] == kept["cell"]
+    assert again.data["left_out"] == []
+
+
+def test_other_problems_are_another_run(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "methods_short.json"
+    run(Results("methods_short", "cpu", tmp_path), bench, FEW[:1], tell=quiet)
+    file.write_text(file.read_text().replace('"max_tokens": 48', '"max_tokens": 49'))
+    told: list[str] = []
+    run(Results("methods_short", "cpu", tmp_path), bench, FEW[:1], tell=told.append)
+    assert len(told) == 1
+
+
+def test_asking_again_takes_the_same_rows(bench: Bench) -> None:
+    """`d2f` could keep the prompts of the cell before."""
+    (one, _), (two, _) = (bench.measure(FEW[-1]) for _ in range(2))
+    assert one["num_rows"] == two["num_rows"] > 0
+
+
+def test_several_problems_a_request() -> None:
+    setting = Setting(name="long", per_request=2, max_tokens=96, num_problems=3, seats=2)
+    results = Results("methods_long", "cpu", None)
+    run(results, Bench(setting, "cpu"), FEW[:2], tell=quiet)
+    assert [(row["num_requests"], row["num_problems"]) for row in results.rows] == [(2, 4), (2, 4)]
+    ours, theirs = ([*map(int, results.data["right"][cell.name])] for cell in (FEW[1], FEW[0]))
+    assert results.rows[1]["to_no_cache"] == {
+        "of": FEW[0].name,
+        **paired_difference(ours, theirs, 2).to_dict(),
+    }
+
+
+# What is made of rows
+
+
+def test_counters() -> None:
+    """Only what precedes the end of text is useful."""
+    given = {"index": 0, "text": "", "finish_reason": "stop"}
+    one = CompletionOutput(token_ids=[5] * 6, num_forward_passes=4, num_steps=2, num_rows=40, num_committed=9, **given)
+    two = CompletionOutput(token_ids=[5] * 2, num_forward_passes=2, num_steps=2, num_rows=8, num_committed=2, **given)
+    found = counted([one, two])
+    assert [found[name] for name in ("num_tokens", "num_passes", "num_steps", "num_rows")] == [8, 6, 4, 48]
+    assert (found["tokens_per_step"], found["tokens_per_pass"]) == (2, 8 / 6)
+    assert (found["rows_per_token"], found["passes_per_request"]) == (6, 3)
+
+
+def row(value: float | None, accuracy: float, rate: float, **more: Any) -> dict[str, Any]:
+    values = {"refresh_interval": value} if value is not None else {}
+    about = {"cell": f"at {value}", "method": "fast-dllm-dual", "drafter": "none", "said": dict(values)}
+    return about | {"values": {**values, "threshold": 2.0}, "accuracy": accuracy, "tokens_per_pass": rate} | more
+
+
+def test_curves() -> None:
+    """Rows that differ in one value only; a value that is not there comes last."""
+    rows = [row(None, 0.9, 3.0), row(8, 0.95, 2.0), row(2, 0.99, 1.0), row(4, 0.5, 9.0, method="fast-dllm-prefix")]
+    (curve,) = curves(rows)
+    assert (curve["over"], curve["values"], curve["cells"]) == (
+        "refresh_interval",
+        [2, 8, None],
+        ["at 2", "at 8", "at None"],
+    )
+    assert curve["aup"] == aup([(1.0, 99.0), (2.0, 95.0)], 99.0)  # 90 is more than 5 under 99
+    assert curves(rows[1:]) == []
+
+
+def test_nothing_is_compared_with_itself() -> None:
+    one = {"cell": "a", "num_problems": 2, "num_requests": 2}
+    assert compared(one, one, {"a": "10"}) is compared(one, None, {"a": "10"}) is None
+    found = compared({**one, "cell": "b"}, one, {"a": "10", "b": "11"})
+    assert found is not None
+    assert (found["of"], found["difference"]) == ("a", 0.5)
+
+
+# What scripts/docs makes of them
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Any:
+    """The script, looking for results in an empty directory."""
+    file = Path(__file__).parents[2] / "scripts" / "docs"
+    loader = importlib.machinery.SourceFileLoader("docs_script", str(file))
+    spec = importlib.util.spec_from_loader("docs_script", loader)
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    (tmp_path / "docs").mkdir()
+    module.ROOT, module.RESULTS = tmp_path, tmp_path / "docs" / "results"
+    return module
+
+
+def measured(docs: Any, bench: Bench, asked: Sequence[Cell], **options: Any) -> str:
+    run(Results("methods_short", "cpu", docs.RESULTS), bench, asked, tell=quiet, **options)
+    table: str = docs.TABLES["methods-short"]()
+    return table
+
+
+def test_tables_and_a_picture(docs: Any, bench: Bench) -> None:
+    rules = [Cell(method="confidence", sampling={"threshold": value}) for value in (0.95, 0.8, 0.5)]
+    table = measured(docs, bench, [*rules, *FEW, Cell(method="fast-dllm-dual", sampling=ONE)])
+    assert table.count("| `confidence` | threshold 0.") == 4
+    assert "| `confidence` | threshold | - | 0.5: " in table  # and their curve
+    assert "| `fast-dllm-dual` | one token a pass |" in table
+    assert "`d2f` (weights not made for it)" in table
+    assert "| `confidence` + nested | one token a pass | method" in table
+    assert "3 held-out problems, 48 answer positions, float32" in table
+    page = "<!-- begin methods-long -->\nas it was\n<!-- end methods-long -->\n"
+    assert docs.fresh(page) == page
+    pytest.importorskip("matplotlib")
+    assert docs.draw() == ["methods_short.svg"]
+    assert (docs.ROOT / "docs" / "methods_short.svg").stat().st_size > 0
+
+
+def test_what_was_left_out_is_said(docs: Any, bench: Bench) -> None:
+    assert "Left out for lack of time: 2 of 2 cells" in measured(docs, bench, FEW[:2], seconds=0)
