@@ -6,7 +6,6 @@ S seats, N canvas positions, E end-of-text ids. Every tensor is allocated once a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ GIVEN = 0  # commit_pass of a position that came with the request
 UNDECIDED = -1
 
 
-@lru_cache
 def positions(capacity: int, device: torch.device | str) -> Tensor:
-    """[1, N] position numbers, ready to compare with [S, 1]; the same tensor each time, which nobody writes to."""
+    """[1, N] position numbers, ready to compare with [S, 1]."""
     return torch.arange(capacity, device=device, dtype=torch.int32).unsqueeze(0)
 
 
