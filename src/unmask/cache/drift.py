@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unmask import ops
 from unmask.cache.context import PagedContext
-from unmask.cache.policy import CachePolicy, Limits, SeatLimits
+from unmask.cache.policy import CachePolicy, Limits, SeatLimits, first_or_every
 from unmask.cache.pool import PagePool, PlaneSpec
 from unmask.cache.proxy import cosine_drift
 from unmask.core.canvas import Canvas
@@ -76,13 +76,8 @@ class Drift(CachePolicy):
         With ``keep_chosen_only`` identifiers are renewed where a row was computed, so that drift adds up.
         ``force_new``: what the last pass committed is chosen first.
         """
-        self.ratios, self.identifier, self.proxies, self.rank, self.writes = (
-            list(ratios),
-            identifier,
-            proxies,
-            rank,
-            writes,
-        )
+        self.ratios, self.writes = list(ratios), writes
+        self.identifier, self.proxies, self.rank = identifier, proxies, rank
         self.together, self.warmup, self.shift = together, warmup, shift
         self.keep_chosen_only, self.force_new = keep_chosen_only, force_new
 
@@ -97,14 +92,10 @@ class Drift(CachePolicy):
 
     def kinds(self, canvas: Canvas, limits: Intervals) -> Kinds:
         """By the request's own count of passes."""
-        step_S = canvas.pass_S
-
-        def every(interval_S: Tensor) -> Tensor:
-            return (step_S == 0) | ((interval_S > 0) & (step_S % interval_S.clamp(min=1) == 0))
-
-        prompt_S, answer_S = every(limits.interval_S), every(limits.answer_interval_S)
+        prompt_S = first_or_every(canvas, limits.interval_S)
+        answer_S = first_or_every(canvas, limits.answer_interval_S)
         if self.together:
-            prompt_S = prompt_S | (step_S <= self.warmup)
+            prompt_S = prompt_S | (canvas.pass_S <= self.warmup)
             answer_S = answer_S | prompt_S
         leader_S = canvas.leader_or_self_S()  # a guidance twin has no parameters of its own
         return Kinds(prompt_S[leader_S], answer_S[leader_S])

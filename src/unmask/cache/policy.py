@@ -90,9 +90,12 @@ class CachePolicy:
 
 
 def _first_or_interval(canvas: Canvas, limits: Limits) -> Tensor:
-    """bool [S]: by the request's own count of passes, never the engine's."""
-    every_S = limits.interval_S
-    return (canvas.pass_S == 0) | ((every_S > 0) & (canvas.pass_S % every_S.clamp(min=1) == 0))
+    return first_or_every(canvas, limits.interval_S)
+
+
+def first_or_every(canvas: Canvas, interval_S: Tensor) -> Tensor:
+    """bool [S]: the first pass, and every so many; by the request's own count, never the engine's."""
+    return (canvas.pass_S == 0) | ((interval_S > 0) & (canvas.pass_S % interval_S.clamp(min=1) == 0))
 
 
 class Recompute(CachePolicy):

@@ -57,39 +57,6 @@ class CapturedStep:
         self._graph.replay()
 
 
-class Readback:
-    """The host's view, one step late: the device copies into one of two pinned buffers while the host reads the other.
-
-    ``source`` int32 [S, 8] is what the step writes.
-    """
-
-    def __init__(self, source: Tensor) -> None:
-        pin = source.is_cuda
-        self._source = source
-        self._buffers = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=pin) for _ in range(2)]
-        self._ready = [torch.cuda.Event() if pin else None for _ in range(2)]
-        self._num_sent = 0
-
-    def send(self) -> None:
-        """Copy what the last step wrote, without waiting."""
-        slot = self._num_sent % 2
-        self._buffers[slot].copy_(self._source, non_blocking=True)
-        event = self._ready[slot]
-        if event is not None:
-            event.record()
-        self._num_sent += 1
-
-    def receive(self) -> Tensor | None:
-        """The message before the last one, once its copy has arrived; None before there are two."""
-        if self._num_sent < 2:
-            return None
-        slot = self._num_sent % 2
-        event = self._ready[slot]
-        if event is not None:
-            event.synchronize()
-        return self._buffers[slot]
-
-
 @dataclass(frozen=True)
 class Key:
     """What a captured step depends on, besides the engine's own choices."""
@@ -183,3 +150,18 @@ class Messages:
         if event is not None:
             event.synchronize()
         return about, copies
+
+
+class Readback:
+    """A step's `readback`, one step late: the message of a step that tells nothing else."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source, self._messages = source, Messages()
+
+    def send(self) -> None:
+        """Copy what the last step wrote, without waiting."""
+        self._messages.send(None, [self._source])
+
+    def receive(self) -> Tensor | None:
+        """The message before the last one, once its copy has arrived; None before there are two."""
+        return self._messages.receive()[1][0] if len(self._messages) > 1 else None

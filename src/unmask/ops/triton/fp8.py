@@ -10,7 +10,6 @@ M rows, D row size, F MLP size, N output channels; in the kernels BLOCK is a pow
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from unmask.ops.reference.fp8 import LARGEST, SMALLEST, Fp8Rows, Fp8Weight
-from unmask.ops.triton import linear
+from unmask.ops.triton import launch, linear
+from unmask.ops.triton.norm import as_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_COLUMNS = 32_768
@@ -91,7 +91,7 @@ def product(value: Tensor, scale: Tensor, weight: Fp8Weight, bias: Tensor | None
 def quantize_rows(x: Tensor, *, num_warps: int | None = None, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """As the reference, bit for bit; leading dimensions stay: value [.., D] and scale [..]."""
     value, scale = _room(x, x.shape[-1])
-    _launch_norm(_rows(x), None, None, None, value, scale, 0.0, x.dtype, num_warps, pdl)
+    _launch_norm(as_rows(x), None, None, None, value, scale, 0.0, x.dtype, num_warps, pdl)
     return value, scale
 
 
@@ -101,7 +101,7 @@ def rms_norm(
     """`quantize_rows` of the normed rows, which are rounded in between as if they were written."""
     value, scale = _room(x, x.shape[-1])
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    _launch_norm(_rows(x), None, None, weight, value, scale, eps, dtype, num_warps, pdl)
+    _launch_norm(as_rows(x), None, None, weight, value, scale, eps, dtype, num_warps, pdl)
     return value, scale
 
 
@@ -113,13 +113,13 @@ def add_rms_norm(
     total = torch.empty(x.shape, dtype=dtype, device=x.device)
     value, scale = _room(x, x.shape[-1])
     wide = torch.promote_types(dtype, weight.dtype)
-    _launch_norm(_rows(x), _rows(delta), total, weight, value, scale, eps, wide, num_warps, pdl)
+    _launch_norm(as_rows(x), as_rows(delta), total, weight, value, scale, eps, wide, num_warps, pdl)
     return total, value, scale
 
 
 def swiglu(gate_up: Tensor, *, num_warps: int | None = None, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`quantize_rows` of silu(gate) * up, which is rounded in between as if it were written."""
-    rows, size = _rows(gate_up), gate_up.shape[-1] // 2
+    rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
     value, scale = _room(gate_up, size)
     if value.numel():
         block = triton.next_power_of_2(size)
@@ -134,7 +134,7 @@ def swiglu(gate_up: Tensor, *, num_warps: int | None = None, pdl: bool = False) 
             BLOCK=block,
             PDL=pdl,
             num_warps=num_warps or _num_warps(block, most=32),
-            **_pdl(pdl),
+            **launch.options(pdl),
         )
     return value, scale
 
@@ -144,17 +144,8 @@ def _room(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return value, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-def _rows(x: Tensor) -> Tensor:
-    rows_MD = x.reshape(-1, x.shape[-1])
-    return rows_MD if rows_MD.stride(1) == 1 else rows_MD.contiguous()
-
-
 def _num_warps(block: int, most: int) -> int:
     return min(most, max(1, block // (32 * ELEMENTS_PER_THREAD)))
-
-
-def _pdl(on: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if on else {}
 
 
 NORMED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -195,7 +186,7 @@ def _launch_norm(
         BLOCK=block,
         PDL=pdl,
         num_warps=num_warps or _num_warps(block, most=16),
-        **_pdl(pdl),
+        **launch.options(pdl),
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from unmask.ops.reference.fp8 import Fp8Weight
+from unmask.ops.triton import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -199,7 +200,7 @@ def add_rms_norm_parts(
             BLOCK_N=triton.next_power_of_2(size),
             PDL=pdl,
             num_warps=num_warps,
-            **({"launch_pdl": True} if pdl else {}),
+            **launch.options(pdl),
         )
     return total, out
 
@@ -315,7 +316,7 @@ def _launch(
         PROMOTE=tile.promote,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch.options(pdl),
     )
 
 
@@ -346,7 +347,7 @@ def _sum(
             BLOCK_N=1024,
             PDL=pdl,
             num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
+            **launch.options(pdl),
         )
     return out_MN
 

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unmask.ops.triton import launch
+from unmask.ops.triton.norm import as_rows
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 COLUMNS, NUM_WARPS = 1024, 4
@@ -25,8 +28,7 @@ def supported(gate_up: Tensor) -> bool:
 
 def swiglu(gate_up: Tensor, *, columns: int = COLUMNS, num_warps: int = NUM_WARPS, pdl: bool = False) -> Tensor:
     """As the reference: silu in fp32, rounded to the dtype before it meets ``up``."""
-    rows = gate_up.reshape(-1, gate_up.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = as_rows(gate_up)
     num_rows, size = len(rows), gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
@@ -38,7 +40,7 @@ def swiglu(gate_up: Tensor, *, columns: int = COLUMNS, num_warps: int = NUM_WARP
             BLOCK_N=columns,
             PDL=pdl,
             num_warps=num_warps,
-            **({"launch_pdl": True} if pdl else {}),
+            **launch.options(pdl),
         )
     return out
 

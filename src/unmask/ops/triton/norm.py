@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unmask.ops.triton import launch
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SIZE = 16384
 """Of a row: 32 numbers a thread at the 16 warps of the largest program."""
@@ -39,7 +41,7 @@ def supported(x: Tensor, weight: Tensor, delta: Tensor | None = None) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, num_warps: int | None = None, pdl: bool = False) -> Tensor:
     """As the reference: statistics in fp32, the cast to x's dtype before the gain."""
     out = _like(x)
-    _launch(_rows(x), None, None, weight, out, eps, num_warps, pdl)
+    _launch(as_rows(x), None, None, weight, out, eps, num_warps, pdl)
     return out
 
 
@@ -48,7 +50,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As the reference: the sum is rounded to its dtype, and it is the rounded sum that is normed."""
     total, out = _like(x), _like(x)
-    _launch(_rows(x), _rows(delta), total, weight, out, eps, num_warps, pdl)
+    _launch(as_rows(x), as_rows(delta), total, weight, out, eps, num_warps, pdl)
     return total, out
 
 
@@ -57,7 +59,8 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """[M, D] of any leading shape, each row in one piece."""
     rows_MD = x.reshape(-1, x.shape[-1])
     return rows_MD if rows_MD.stride(1) == 1 else rows_MD.contiguous()
 
@@ -90,7 +93,7 @@ def _launch(
         BLOCK_D=block,
         PDL=pdl,
         num_warps=num_warps or min(16, max(1, block // (32 * ELEMENTS_PER_THREAD))),
-        **({"launch_pdl": True} if pdl else {}),
+        **launch.options(pdl),
     )
 
 

@@ -147,7 +147,7 @@ def rotate_and_store(
         HEADS=heads,
         PDL=pdl,
         num_warps=spread.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch.options(pdl),
     )
     return q_M
 
@@ -218,7 +218,7 @@ def fused(
         PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **launch.options(pdl),
     )
     return q_M
 
