@@ -57,7 +57,7 @@ class ByEntropy(Drafter):
     def rule(self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores) -> Tensor:
         by_entropy_S1 = params.score_kind_S[:, None] == ENTROPY
         sure_SW = torch.where(by_entropy_S1, scores.neg_entropy_SN.exp(), scores.prob_SN)
-        chosen_SW = choose(canvas, view, replace(scores, prob_SN=sure_SW), params)
+        chosen_SW = choose(canvas, view, replace(scores, prob_SN=sure_SW, neg_doubt_SN=sure_SW - 1), params)
         commit(canvas, params, scores.pos_SW, chosen_SW, scores.token_SN, scores.prob_SN)
         return chosen_SW
 

@@ -52,7 +52,7 @@ def ids(*rows: list[int]) -> Tensor:
 
 def near(ours: LogitStats, exact: LogitStats) -> None:
     assert torch.equal(ours.token_C, exact.token_C), "another token"
-    for name in ("prob_C", "margin_C", "neg_entropy_C", "asked_prob_C"):
+    for name in ("prob_C", "neg_doubt_C", "neg_lag_C", "neg_entropy_C", "asked_prob_C"):
         have, wanted = getattr(ours, name), getattr(exact, name)
         assert (have.dtype, have.shape) == (torch.float32, wanted.shape)
         torch.testing.assert_close(
@@ -126,7 +126,7 @@ def test_hidden_rows_of_any_kind(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("said", [{}, {"margin": True}, {"entropy": True}])
 def test_what_is_not_asked_for_is_zero(said: dict[str, Any]) -> None:
     ours, _ = check(randn(5, 110), (MANY,), **said)
-    assert bool(ours.margin_C.any()) == ("margin" in said)
+    assert bool(ours.neg_lag_C.any()) == ("margin" in said)
     assert bool(ours.neg_entropy_C.any()) == ("entropy" in said)
     assert not ours.asked_prob_C.any()
 
@@ -141,7 +141,7 @@ def test_ties_go_to_the_lowest_id() -> None:
         logits_CV[0, [first, second]] = 20.0
         ours, p_CV = check(logits_CV, **ALL)
         assert int(ours.token_C[0]) == first
-        assert float(ours.margin_C[0]) == 0
+        assert float(ours.neg_lag_C[0]) == -1
         torch.testing.assert_close(ours.prob_C[0], p_CV[0, second])
 
 
@@ -162,7 +162,7 @@ def test_logits_that_are_minus_infinity(dtype: torch.dtype) -> None:
     logits_CV[3] = -INF
     logits_CV[3, 100] = -2.0
     ours, _ = check(logits_CV, dtype=dtype, ask_C=torch.tensor([0, 5, 60, 100, 7], device=DEVICE), **ALL)
-    assert (int(ours.token_C[3]), float(ours.prob_C[3]), float(ours.margin_C[3])) == (100, 1, 1)
+    assert (int(ours.token_C[3]), float(ours.prob_C[3]), float(ours.neg_lag_C[3])) == (100, 1, 0)
     assert ours.asked_prob_C[:4].tolist() == [0, 0, 0, 1]
 
 
@@ -175,6 +175,25 @@ def test_logits_of_any_size(shift: float) -> None:
     for cut in (ONE, MANY):
         near(kernels.logit_stats(*product(logits_CV + shift), bands=cut, **ALL), exact)
     assert float(exact.prob_C[1]) == 1
+
+
+def test_what_sure_tokens_lack() -> None:
+    """Between them a probability has one value left, 1; their doubts differ, as those in fp64 do, in every cut."""
+    logits_CV = randn(6, 110)
+    logits_CV[range(6), [3, 40, 47, 48, 96, 109]] = torch.tensor([21.0, 23.0, 25.0, 27.0, 29.0, 31.0]) + 3
+    p_CV = logits_CV.double().softmax(1)
+    best_C2 = p_CV.topk(2).values
+    rest_C = p_CV.sort(descending=True).values[:, 1:].sum(1)
+    neg_entropy_C = (p_CV * logits_CV.double().log_softmax(1)).sum(1)
+    hidden_CD, head_VD = product(logits_CV)
+    every = [kernels.logit_stats(hidden_CD, head_VD, bands=cut, **ALL) for cut in (ONE, PARTS, MANY)]
+    for found in (reference.logit_stats(hidden_CD, head_VD, **ALL), *every):
+        assert (found.prob_C[2:] == 1).all(), "the negative control: nothing is left to rank by"
+        assert torch.equal(found.neg_doubt_C.cpu().argsort(), (-rest_C).argsort())
+        wanted = {"neg_doubt_C": -rest_C, "neg_lag_C": -(rest_C + best_C2[:, 1]), "neg_entropy_C": neg_entropy_C}
+        for name, exact_C in wanted.items():
+            have_C = getattr(found, name).cpu().double()
+            torch.testing.assert_close(have_C, exact_C, rtol=2e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_rising_and_falling_logits() -> None:
@@ -202,7 +221,7 @@ def test_all_ids_but_one_are_banned(left: int) -> None:
     for said in ({"banned_b": ids(others)[0]}, {"ban_argmax_CB": ids(others, others)}):
         ours, _ = check(logits_CV, (MANY,), **said, **ALL)
         assert ours.token_C.tolist() == [left] * 2
-        torch.testing.assert_close(ours.margin_C, ours.prob_C, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ours.neg_lag_C, ours.prob_C - 1, rtol=1e-5, atol=1e-7)
     ours, _ = check(logits_CV, (MANY,), ban_softmax_CB=ids(others, others), banned_b=ids(others)[0], **ALL)
     assert ours.prob_C.tolist() == [1, 1]
 
@@ -218,7 +237,7 @@ def test_a_ban_in_a_band_without_others() -> None:
         assert all(have != banned for have, banned in zip(ours.token_C.tolist(), at_C))
     ours, _ = check(logits_CV, ban_softmax_CB=per_row, **ALL)
     assert (ours.token_C.tolist(), ours.prob_C.tolist()) == (at_C, [0] * 4)
-    assert (ours.margin_C > 0).all()
+    assert (ours.neg_lag_C > -1).all()
 
 
 def test_ids_that_a_row_may_not_predict() -> None:

@@ -218,11 +218,12 @@ def stats_trial(
         allowed_CV, norm_C, best_C2, neg_entropy_C = exact_stats(few_CD, heads[0], banned_b)
         chosen_C = allowed_CV.gather(1, found.token_C[:, None])[:, 0]
         best_C, prob_C = allowed_CV.amax(1), best_C2[:, 0]
-        margin_C = prob_C - best_C2[:, 1]
+        neg_lag_C = prob_C - best_C2[:, 1] - 1
         return {
             "token": float(((best_C - chosen_C) / best_C.abs().clamp(min=1)).max()),
             "prob": error(found.prob_C, (chosen_C - norm_C).exp()),
-            "margin": float((found.margin_C.double() - margin_C).norm() / prob_C.norm()),
+            "doubt": error(found.neg_doubt_C, (chosen_C - norm_C).exp() - 1),
+            "lag": error(found.neg_lag_C, neg_lag_C),
             "entropy": error(found.neg_entropy_C, neg_entropy_C),
         }
 

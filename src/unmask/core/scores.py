@@ -25,8 +25,11 @@ class Scores:
     """int64: the predicted token."""
     prob_SN: Tensor
     """float32: its probability."""
-    margin_SN: Tensor
-    """float32: its lead over the runner-up; zeros unless somebody ranks by it."""
+    neg_doubt_SN: Tensor
+    """float32: probability - 1, exact near 0, where a probability itself is rounded to 6e-8. Candidates are ranked by
+    it: whoever replaces one replaces both."""
+    neg_lag_SN: Tensor
+    """float32: its lead over the runner-up - 1, as exact; zeros unless somebody ranks by it."""
     neg_entropy_SN: Tensor
     """float32: sum p log p in nats; zeros unless somebody ranks by it."""
 
@@ -37,5 +40,5 @@ class Scores:
         def zeros(dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_seats, capacity, dtype=dtype, device=device)
 
-        real = (zeros(torch.float32) for _ in range(3))
+        real = (zeros(torch.float32) for _ in range(4))
         return cls(positions(capacity, device), zeros(torch.bool), zeros(torch.int64), *real)

@@ -6,6 +6,7 @@ T context rows, K searched positions
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class Prediction:
 
     token_SW: Tensor
     prob_SW: Tensor
+    neg_doubt_SW: Tensor
+    """As that of `Scores`."""
     asked_prob_SW: Tensor
     """Probability of the token that was asked about; zeros if none was."""
 
@@ -195,10 +198,10 @@ class Nested(Drafter):
     ) -> Tensor:
         """Drafts that stand, the rule on the last view that does, and the next drafts; how many were accepted."""
         pos_SW, there_SW = scores.pos_SW, scores.scored_SN & view.candidate_SN
-        open_SN, token_SN, prob_SN = on_canvas(canvas, pos_SW, there_SW, scores.token_SN, scores.prob_SN)
-        verdict = self.verdict(
-            canvas, open_SN, token_SN, prob_SN, drafted.token_SW, drafted.prob_SW, params, view.see_SN
-        )
+        columns = (scores.token_SN, scores.prob_SN, scores.neg_doubt_SN)
+        open_SN, *first = on_canvas(canvas, pos_SW, there_SW, *columns)
+        more = (drafted.token_SW, drafted.prob_SW, drafted.neg_doubt_SW)
+        verdict = self.verdict(canvas, open_SN, first, more, params, view.see_SN)
         best = verdict.scores
         chosen_SB = choose(canvas, verdict.view, best, params)
         chosen = on_canvas(canvas, best.pos_SW, chosen_SB, best.token_SN, best.prob_SN)
@@ -212,25 +215,26 @@ class Nested(Drafter):
         self,
         canvas: Canvas,
         open_SN: Tensor,
-        token_SN: Tensor,
-        prob_SN: Tensor,
-        token_SX: Tensor,
-        prob_SX: Tensor,
+        first: Sequence[Tensor],
+        more: Sequence[Tensor],
         params: DecodeParams,
         see_SN: Tensor,
     ) -> Verdict:
         """Accept the longest run of drafts; go on from the predictions of the last view that stands.
 
-        ``token_SN``, ``prob_SN`` are view 0's predictions on the canvas, ``token_SX``, ``prob_SX`` the other views'.
+        ``first`` [S, N] are tokens, probabilities and negative doubts of view 0, the canvas; ``more`` [S, X] those of
+        the other views.
         An end of text that is accepted ends the pass: the views after it still saw what lies behind it.
         """
         pos_SB, exists_SB = self._block(canvas)
         _, placed_SZB = self._views(canvas, pos_SB)
-        token_SVB = torch.cat((token_SN.gather(1, pos_SB)[:, None], token_SX.view(placed_SZB.shape)), 1)
-        prob_SVB = torch.cat((prob_SN.gather(1, pos_SB)[:, None], prob_SX.view(placed_SZB.shape)), 1)
+        token_SVB, prob_SVB, neg_doubt_SVB = (
+            torch.cat((value_SN.gather(1, pos_SB)[:, None], value_SX.view(placed_SZB.shape)), 1)
+            for value_SN, value_SX in zip(first, more)
+        )
         open_SB = exists_SB & open_SN.gather(1, pos_SB)
         open_SVB = torch.cat((open_SB[:, None], open_SB[:, None] & ~placed_SZB), 1)
-        next_SV1 = first_best(prob_SVB.masked_fill(~open_SVB, -1))[..., None]
+        next_SV1 = first_best(neg_doubt_SVB.masked_fill(~open_SVB, -torch.inf))[..., None]
         next_pos_SZ = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV1)[:, :-1, 0]
         next_token_SZ = token_SVB.gather(2, next_SV1)[:, :-1, 0]
         agrees_SZ = (next_pos_SZ == canvas.pending_pos_SZ) & (next_token_SZ == canvas.pending_token_SZ)
@@ -238,7 +242,8 @@ class Nested(Drafter):
         ended_before_SZ = ends_SZ.cumsum(1) > ends_SZ.int()
         agrees_SZ = (~(agrees_SZ & open_SVB[:, :-1].any(2) & ~ended_before_SZ)).cumsum(1) == 0
         last_S1B = agrees_SZ.sum(1)[:, None, None].expand(-1, 1, self.block_width)
-        open_SB, token_SB, prob_SB = (x.gather(1, last_S1B)[:, 0] for x in (open_SVB, token_SVB, prob_SVB))
+        views = (open_SVB, token_SVB, prob_SVB, neg_doubt_SVB)
+        open_SB, token_SB, prob_SB, neg_doubt_SB = (x.gather(1, last_S1B)[:, 0] for x in views)
         open_SB = open_SB & ~(agrees_SZ & ends_SZ).any(1, keepdim=True)
         group_SB = torch.where(open_SB, 0, -1)
         unused_SB = torch.zeros_like(prob_SB)
@@ -246,14 +251,14 @@ class Nested(Drafter):
             agrees_SZ,
             prob_SVB.gather(2, next_SV1)[:, :-1, 0],
             FrontierView(open_SB, group_SB, see_SN),
-            Scores(pos_SB, open_SB, token_SB, prob_SB, unused_SB, unused_SB),
+            Scores(pos_SB, open_SB, token_SB, prob_SB, neg_doubt_SB, unused_SB, unused_SB),
         )
 
     def propose(self, canvas: Canvas, verdict: Verdict, commit_SB: Tensor) -> None:
         """Pending for the next pass: the most probable of what is still undecided in this block."""
         scores = verdict.scores
         open_SB = verdict.view.candidate_SN & ~commit_SB
-        best_SZ = order(rank(scores.prob_SN.masked_fill(~open_SB, -1)), self.num_drafts)
+        best_SZ = order(rank(scores.neg_doubt_SN.masked_fill(~open_SB, -torch.inf)), self.num_drafts)
         there_SZ = open_SB.gather(1, best_SZ)
         active_S1 = canvas.active_S[:, None]
         for pending_SZ, value_SB in (
@@ -306,7 +311,7 @@ class TwoPass(Drafter):
         self, canvas: Canvas, params: DecodeParams, view: FrontierView, scores: Scores, chosen_SW: Tensor
     ) -> Search:
         open_SW = view.candidate_SN & scores.scored_SN & ~chosen_SW & (scores.pos_SW < canvas.end_S[:, None])
-        best_SK = order(rank(scores.prob_SN.masked_fill(~open_SW, -1)), self.num_search)
+        best_SK = order(rank(scores.neg_doubt_SN.masked_fill(~open_SW, -torch.inf)), self.num_search)
         pos_SK, token_SK, valid_SK = (x.gather(1, best_SK) for x in (scores.pos_SW, scores.token_SN, open_SW))
         place_K = torch.arange(best_SK.shape[1], device=best_SK.device)
         missing = self.num_search - best_SK.shape[1]  # fewer columns than can be searched

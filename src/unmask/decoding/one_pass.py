@@ -159,7 +159,7 @@ class OnePass(Drafter):
     def _propose(self, canvas: Canvas, params: DecodeParams, scores: Scores, open_SW: Tensor, judged: Judged) -> None:
         """Drafts for the next pass: the most probable on the canvas of what is still open. Where a draft was refused
         first, its view knows more than the canvas: that one's token."""
-        best_SZ = order(rank(scores.prob_SN.masked_fill(~open_SW, -1)), self.num_pending)
+        best_SZ = order(rank(scores.neg_doubt_SN.masked_fill(~open_SW, -torch.inf)), self.num_pending)
         place_Z = torch.arange(best_SZ.shape[1], device=best_SZ.device)
         there_SZ = open_SW.gather(1, best_SZ) & (place_Z < params.search_S[:, None])
         pos_SZ = scores.pos_SW.expand_as(scores.token_SN).gather(1, best_SZ)

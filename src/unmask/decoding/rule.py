@@ -65,10 +65,10 @@ def _key(canvas: Canvas, scores: Scores, params: DecodeParams) -> Tensor:
     With `alg_temp` the order is a draw without replacement from softmax(score / alg_temp).
     """
     kind_S1 = params.score_kind_S[:, None]
-    key_SW = scores.prob_SN
+    key_SW = scores.neg_doubt_SN
     needs = params.needs
     if needs.margin:
-        key_SW = torch.where(kind_S1 == MARGIN, scores.margin_SN, key_SW)
+        key_SW = torch.where(kind_S1 == MARGIN, scores.neg_lag_SN, key_SW)
     if needs.entropy:
         key_SW = torch.where(kind_S1 == ENTROPY, scores.neg_entropy_SN, key_SW)
     if needs.random_rank:

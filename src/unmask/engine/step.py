@@ -311,7 +311,7 @@ class Step:
 
     def _score(self, work: Work, rows_MD: Tensor) -> Scores:
         stats = self._predict(rows_MD, work.row_SC, work.pos_SC, work.scored_SC, twin_row_SC=work.twin_row_SC)
-        values = (stats.token_C, stats.prob_C, stats.margin_C, stats.neg_entropy_C)
+        values = (stats.token_C, stats.prob_C, stats.neg_doubt_C, stats.neg_lag_C, stats.neg_entropy_C)
         return Scores(work.pos_SC, work.scored_SC, *(value.view_as(work.pos_SC) for value in values))
 
     def _predict(
@@ -354,7 +354,7 @@ class Step:
 
     def _again(self, scratch: Scratch, first: int, pos_SK: Tensor, ask_SK: Tensor) -> Prediction:
         if self.budgets is None and not bool(scratch.valid_SX.any()):
-            return Prediction(ask_SK, *(torch.zeros_like(ask_SK, dtype=torch.float32) for _ in range(2)))
+            return Prediction(ask_SK, *(torch.zeros_like(ask_SK, dtype=torch.float32) for _ in range(3)))
         plan = self._again_plan(scratch)
         hidden_MD, _ = self._forward(plan)
         self._num_more_S = plan.num_rows_S
@@ -399,4 +399,5 @@ def _twin_S(params: DecodeParams) -> Tensor:
 
 
 def _prediction(stats: LogitStats, like_SW: Tensor) -> Prediction:
-    return Prediction(*(x.view(like_SW.shape) for x in (stats.token_C, stats.prob_C, stats.asked_prob_C)))
+    values = (stats.token_C, stats.prob_C, stats.neg_doubt_C, stats.asked_prob_C)
+    return Prediction(*(value.view(like_SW.shape) for value in values))

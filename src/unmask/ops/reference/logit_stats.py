@@ -39,10 +39,12 @@ class LogitStats:
     """int64"""
     prob_C: Tensor
     """float32: probability of the token."""
-    margin_C: Tensor
-    """float32: probability of the best token minus the second best; zeros unless asked for."""
+    neg_doubt_C: Tensor
+    """float32: probability - 1, of the same relative precision near 0."""
+    neg_lag_C: Tensor
+    """float32: probability of the best token minus the second best, - 1, as precise; zeros unless asked for."""
     neg_entropy_C: Tensor
-    """float32: sum p log p, nats; zeros unless asked for."""
+    """float32: sum p log p, nats, as precise; zeros unless asked for."""
     asked_prob_C: Tensor
     """float32: probability of the token in `ask_C`; zeros without it."""
 
@@ -91,7 +93,7 @@ def logit_stats(
     ]
     if not pieces:
         real = hidden_CD.new_zeros(0, dtype=torch.float32)
-        return LogitStats(hidden_CD.new_zeros(0, dtype=torch.int64), real, real, real, real)
+        return LogitStats(hidden_CD.new_zeros(0, dtype=torch.int64), *[real] * 5)
     return LogitStats(*(torch.cat(column) for column in zip(*pieces)))
 
 
@@ -109,18 +111,19 @@ def _chunk(
     if ban_softmax_cB is not None:
         weight_cV = _ban(logits_cV.clone(), ban_softmax_cB)
     norm_c = Norm.of(weight_cV)
-    neg_entropy_c = _neg_entropy(weight_cV, norm_c) if entropy else torch.zeros_like(norm_c.total_c)
+    zero_c = torch.zeros_like(norm_c.highest_c)
+    neg_entropy_c = norm_c.neg_entropy(weight_cV) if entropy else zero_c
     choice_cV = _choices(logits_cV, banned_b, ban_argmax_cB, keep=sampling is not None)
     if sampling is None:
         token_c = choice_cV.argmax(1)
     else:
         token_c, weight_cV, norm_c = _draw(choice_cV, weight_cV, norm_c, sampling)
         if entropy:
-            neg_entropy_c = _neg_entropy(weight_cV, norm_c)
-    prob_c = _prob(weight_cV, token_c, norm_c)
-    margin_c = _margin(weight_cV, norm_c, choice_cV) if margin else torch.zeros_like(norm_c.total_c)
-    asked_c = torch.zeros_like(norm_c.total_c) if ask_c is None else _prob(weight_cV, ask_c, norm_c)
-    return token_c, prob_c, margin_c, neg_entropy_c, asked_c
+            neg_entropy_c = norm_c.neg_entropy(weight_cV)
+    prob_c, neg_doubt_c = norm_c.prob(weight_cV, token_c)
+    neg_lag_c = _neg_lag(weight_cV, norm_c, choice_cV) if margin else zero_c
+    asked_c = zero_c if ask_c is None else norm_c.prob(weight_cV, ask_c)[0]
+    return token_c, prob_c, neg_doubt_c, neg_lag_c, neg_entropy_c, asked_c
 
 
 def _ban(logits_cV: Tensor, ids_cB: Tensor) -> Tensor:
@@ -141,43 +144,50 @@ def _choices(logits_cV: Tensor, banned_b: Tensor | None, ban_cB: Tensor | None, 
 
 @dataclass(frozen=True)
 class Norm:
-    """What a row's softmax divides by. A log-sum-exp in one number would do, but at logits of 30 its last bit is 2e-6
-    of a probability: sure tokens, which differ by less, would be ranked by it."""
+    """What a row's softmax divides by: its highest weight, and all others beside it.
+
+    A log-sum-exp in one number would do, but at logits of 30 its last bit is 2e-6 of a probability, and a probability's
+    own last bit is 6e-8: what sure tokens lack is smaller, and they would be ranked by rounding.
+    """
 
     highest_c: Tensor
-    total_c: Tensor
-    """Sum of exp(weight - highest)."""
+    top_c: Tensor
+    """The first token that has it."""
+    rest_c: Tensor
+    """Sum of exp(weight - highest) over all tokens but that one."""
 
     @classmethod
     def of(cls, weight_cV: Tensor) -> Norm:
-        highest_c = weight_cV.amax(1)
-        return cls(highest_c, (weight_cV - highest_c[:, None]).exp().sum(1))
+        top_c = weight_cV.argmax(1)
+        highest_c = weight_cV.gather(1, top_c[:, None])[:, 0]
+        share_cV = (weight_cV - highest_c[:, None]).exp_()
+        return cls(highest_c, top_c, share_cV.scatter_(1, top_c[:, None], 0).sum(1))
 
-    def prob(self, weight_ck: Tensor) -> Tensor:
-        """Probabilities of some of the row's weights."""
-        return (weight_ck - self.highest_c[:, None]).exp() / self.total_c[:, None]
+    def prob(self, weight_cV: Tensor, token_c: Tensor) -> tuple[Tensor, Tensor]:
+        """Probability of a token in each row, and that less 1."""
+        total_c = 1 + self.rest_c
+        prob_c = (weight_cV.gather(1, token_c[:, None])[:, 0] - self.highest_c).exp() / total_c
+        return prob_c, torch.where(token_c == self.top_c, -self.rest_c / total_c, prob_c - 1)
+
+    def neg_entropy(self, weight_cV: Tensor) -> Tensor:
+        """Sum p log p; the highest weight's part of it is the logarithm alone."""
+        below_cV = weight_cV - self.highest_c[:, None]
+        share_cV = below_cV.exp()
+        return torch.where(share_cV > 0, share_cV * below_cV, 0).sum(1) / (1 + self.rest_c) - self.rest_c.log1p()
 
     def where(self, renormed_c: Tensor, other: Norm) -> Norm:
         """This one in the rows ``renormed``, the other in the rest."""
-        return Norm(
-            torch.where(renormed_c, self.highest_c, other.highest_c),
-            torch.where(renormed_c, self.total_c, other.total_c),
-        )
+        return Norm(*(torch.where(renormed_c, a, b) for a, b in zip(vars(self).values(), vars(other).values())))
 
 
-def _neg_entropy(weight_cV: Tensor, norm_c: Norm) -> Tensor:
-    return torch.xlogy(p_cV := norm_c.prob(weight_cV), p_cV).sum(1)
-
-
-def _prob(weight_cV: Tensor, token_c: Tensor, norm_c: Norm) -> Tensor:
-    return norm_c.prob(weight_cV.gather(1, token_c[:, None]))[:, 0]
-
-
-def _margin(weight_cV: Tensor, norm_c: Norm, choice_cV: Tensor) -> Tensor:
-    """p1 - p2 among the tokens that may be predicted."""
+def _neg_lag(weight_cV: Tensor, norm_c: Norm, choice_cV: Tensor) -> Tensor:
+    """p1 - p2 - 1 among the tokens that may be predicted."""
     allowed_cV = weight_cV.masked_fill(choice_cV == -torch.inf, -torch.inf)
-    best_c2 = norm_c.prob(allowed_cV.topk(2, dim=1).values)
-    return best_c2[:, 0] - best_c2[:, 1]
+    best = allowed_cV.topk(2, dim=1)
+    first_c, second_c = (best.values - norm_c.highest_c[:, None]).exp().unbind(1)
+    is_top_c = best.values[:, 0] == norm_c.highest_c
+    total_c = 1 + norm_c.rest_c
+    return -torch.where(is_top_c, norm_c.rest_c + second_c, total_c - first_c + second_c) / total_c
 
 
 def _draw(choice_cV: Tensor, weight_cV: Tensor, norm_c: Norm, s: Sampling) -> tuple[Tensor, Tensor, Norm]:

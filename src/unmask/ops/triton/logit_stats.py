@@ -113,7 +113,7 @@ def logit_stats(
     num_fields = 6 if margin else 4 if entropy else 3
     record_FCR = torch.empty(num_fields, num_rows, num_records, dtype=torch.float32, device=device)
     id_CR = torch.empty(num_rows, num_records, dtype=torch.int32, device=device)
-    out_4C = torch.empty(4, num_rows, dtype=torch.float32, device=device)
+    out_5C = torch.empty(5, num_rows, dtype=torch.float32, device=device)
     token_C = torch.empty(num_rows, dtype=torch.int64, device=device)
     allowed_V = None if banned_b is None else _allowed(banned_b, vocab_size)
     buffer = hidden_CD.new_empty(most * columns)
@@ -128,7 +128,7 @@ def logit_stats(
                 logits_CV,
                 record_FCR,
                 id_CR,
-                out_4C,
+                out_5C,
                 banned_b,
                 allowed_V,
                 ban_argmax_CB,
@@ -156,7 +156,7 @@ def logit_stats(
         ban_softmax_CB,
         ask_C,
         token_C,
-        out_4C,
+        out_5C,
         num_rows,
         num_records,
         SOFTMAX=0 if ban_softmax_CB is None else ban_softmax_CB.shape[1],
@@ -166,7 +166,7 @@ def logit_stats(
         BLOCK_R=triton.next_power_of_2(num_records),
         num_warps=1,
     )
-    return LogitStats(token_C, *out_4C)
+    return LogitStats(token_C, *out_5C)
 
 
 def _some(ids: Tensor | None) -> Tensor | None:
@@ -255,7 +255,7 @@ def _stats_kernel(
         near_softmax = _num_near(ban_softmax_ptr + row * SOFTMAX, first_id + start, first_id + end, SOFTMAX)
 
     max_N = tl.full((BLOCK_N,), LOWEST, tl.float32)
-    sum_N = tl.zeros((BLOCK_N,), tl.float32)  # of exp(logit - max)
+    rest_N = tl.zeros((BLOCK_N,), tl.float32)  # sum of exp(logit - max) without the maximum's own 1
     dot_N = tl.zeros((BLOCK_N,), tl.float32)  # of (logit - max) exp(logit - max)
     best_N = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     id_N = start + lane_N
@@ -285,8 +285,8 @@ def _stats_kernel(
         over_N = soft_N - max_N
         factor_N = tl.exp(-tl.abs(over_N))
         if ENTROPY:
-            dot_N = tl.where(over_N > 0, (dot_N - over_N * sum_N) * factor_N, dot_N + over_N * factor_N)
-        sum_N = tl.where(over_N > 0, sum_N * factor_N + 1, sum_N + factor_N)
+            dot_N = tl.where(over_N > 0, (dot_N - over_N * (rest_N + 1)) * factor_N, dot_N + over_N * factor_N)
+        rest_N = tl.where(over_N > 0, (rest_N + 1) * factor_N, rest_N + factor_N)
         max_N = tl.maximum(max_N, soft_N)
         if MARGIN:
             may_N = tl.where(choice_N == float("-inf"), BANNED, soft_N)
@@ -297,15 +297,14 @@ def _stats_kernel(
 
     row_record = row.to(tl.int64) * num_records + first_record + tl.program_id(1)
     size = num_rows.to(tl.int64) * num_records
-    highest = tl.max(max_N)
-    shrink_N = tl.exp(max_N - highest)
+    highest, shrink_N, rest = _join(max_N, rest_N, BLOCK_N)
     tl.store(record_ptr + row_record, highest)
-    tl.store(record_ptr + size + row_record, tl.sum(sum_N * shrink_N))
+    tl.store(record_ptr + size + row_record, rest)
     best = tl.max(best_N)
     tl.store(record_ptr + 2 * size + row_record, best)
     tl.store(id_ptr + row_record, first_id + tl.min(tl.where(best_N == best, id_N, num_columns)))
     if ENTROPY or MARGIN:
-        tl.store(record_ptr + 3 * size + row_record, tl.sum((dot_N + (max_N - highest) * sum_N) * shrink_N))
+        tl.store(record_ptr + 3 * size + row_record, tl.sum((dot_N + (max_N - highest) * (rest_N + 1)) * shrink_N))
     if MARGIN:
         top, second = _two(top_N, second_N, BLOCK_N)
         tl.store(record_ptr + 4 * size + row_record, top)
@@ -313,7 +312,24 @@ def _stats_kernel(
     if ASK:
         asked = tl.load(ask_ptr + row) - first_id
         if (asked >= start) & (asked < end):
-            tl.store(out_ptr + 3 * size // num_records + row, tl.load(logits_ptr + asked).to(tl.float32))
+            tl.store(out_ptr + 4 * size // num_records + row, tl.load(logits_ptr + asked).to(tl.float32))
+
+
+@triton.jit
+def _join(max_N: tl.tensor, rest_N: tl.tensor, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The highest maximum, what brings each sum to it, and the sum of all without its own 1: 1 + rest - 1 would lose
+    what a sure token lacks."""
+    lane_N = tl.arange(0, BLOCK_N)
+    highest = tl.max(max_N)
+    shrink_N = tl.exp(max_N - highest)
+    winner = tl.min(tl.where(max_N == highest, lane_N, BLOCK_N))
+    return highest, shrink_N, tl.sum(tl.where(lane_N == winner, rest_N, (rest_N + 1) * shrink_N))
+
+
+@triton.jit
+def _log1p(x: tl.tensor) -> tl.tensor:
+    """log(1 + x) of x >= 0; the series' first missing term is 2e-10 of it where it is used."""
+    return tl.where(x < 1e-3, x * (1 - x * (0.5 - x * (1 / 3))), tl.log(1 + x))
 
 
 @triton.jit
@@ -348,36 +364,39 @@ def _merge_kernel(
     size = num_rows.to(tl.int64) * num_records
     record_ptr += row.to(tl.int64) * num_records
     max_R = tl.load(record_ptr + at_R, mask=mask_R, other=LOWEST)
-    sum_R = tl.load(record_ptr + size + at_R, mask=mask_R, other=0.0)
+    rest_R = tl.load(record_ptr + size + at_R, mask=mask_R, other=0.0)
     best_R = tl.load(record_ptr + 2 * size + at_R, mask=mask_R, other=float("-inf"))
     id_R = tl.load(id_ptr + row.to(tl.int64) * num_records + at_R, mask=mask_R, other=2147483647)
-    highest = tl.max(max_R)
-    shrink_R = tl.exp(max_R - highest)
-    total = tl.sum(sum_R * shrink_R)
-    log_total = tl.log(total)
+    highest, shrink_R, rest = _join(max_R, rest_R, BLOCK_R)
+    total = 1 + rest
     best = tl.max(best_R)
     token = tl.min(tl.where(best_R == best, id_R, 2147483647))
-    prob = tl.exp(best - highest - log_total)
+    prob = tl.exp(best - highest) / total
+    neg_doubt = tl.where(best == highest, -rest / total, prob - 1)
     if SOFTMAX:
-        prob = tl.where(_num_near(ban_softmax_ptr + row * SOFTMAX, token, token + 1, SOFTMAX) > 0, 0.0, prob)
+        near = _num_near(ban_softmax_ptr + row * SOFTMAX, token, token + 1, SOFTMAX)
+        prob = tl.where(near > 0, 0.0, prob)
+        neg_doubt = tl.where(near > 0, -1.0, neg_doubt)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(out_ptr + row, prob)
-    difference, neg_entropy, asked_prob = 0.0, 0.0, 0.0
+    neg_lag, neg_entropy, asked_prob = 0.0, 0.0, 0.0
     if MARGIN:
         top_R = tl.load(record_ptr + 4 * size + at_R, mask=mask_R, other=BANNED)
         second_R = tl.load(record_ptr + 5 * size + at_R, mask=mask_R, other=BANNED)
         top, second = _two(top_R, second_R, BLOCK_R)
-        difference = tl.exp(top - highest - log_total) - tl.exp(second - highest - log_total)
+        top_share, second_share = tl.exp(top - highest), tl.exp(second - highest)
+        neg_lag = -tl.where(top == highest, rest + second_share, total - top_share + second_share) / total
     if ENTROPY:
         dot_R = tl.load(record_ptr + 3 * size + at_R, mask=mask_R, other=0.0)
-        neg_entropy = tl.sum((dot_R + (max_R - highest) * sum_R) * shrink_R) / total - log_total
+        neg_entropy = tl.sum((dot_R + (max_R - highest) * (rest_R + 1)) * shrink_R) / total - _log1p(rest)
     if ASK:
         asked = tl.load(ask_ptr + row)
-        logit = tl.load(out_ptr + 3 * num_rows + row)
-        asked_prob = tl.exp(logit - highest - log_total)
+        logit = tl.load(out_ptr + 4 * num_rows + row)
+        asked_prob = tl.exp(logit - highest) / total
         if SOFTMAX:
             near = _num_near(ban_softmax_ptr + row * SOFTMAX, asked, asked + 1, SOFTMAX)
             asked_prob = tl.where(near > 0, 0.0, asked_prob)
-    tl.store(out_ptr + num_rows + row, difference)
-    tl.store(out_ptr + 2 * num_rows + row, neg_entropy)
-    tl.store(out_ptr + 3 * num_rows + row, asked_prob)
+    tl.store(out_ptr + num_rows + row, neg_doubt)
+    tl.store(out_ptr + 2 * num_rows + row, neg_lag)
+    tl.store(out_ptr + 3 * num_rows + row, neg_entropy)
+    tl.store(out_ptr + 4 * num_rows + row, asked_prob)
