@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from unmask.bench.step import KINDS, Kind, check_replay, random_model
+from unmask.bench.step import KINDS, Kind, _NoNetwork, admit, build, check_replay, random_model
 from unmask.cache.policy import Recompute
 from unmask.decoding.frontier import Blocks
+from unmask.decoding.params import Needs
 from unmask.engine.graphs import CapturedStep, Readback
+from unmask.engine.step import READBACK, Budgets
 from unmask.errors import ConfigError
 
 
@@ -42,6 +44,18 @@ def test_a_difference_is_found() -> None:
     kind = Kind("hasty", Hasty, Recompute)
     found = check_replay(kind, random_model(2, 64, 256, torch.float32, "cpu"), 14, capture=False)
     assert not found["equal"]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_a_step_without_its_network_runs(kind: Kind) -> None:
+    """What the times of the rules alone are measured with; the count of rows is the plan's."""
+    model = random_model(2, 64, 256, torch.float32, "cpu")
+    rules = build(kind, model, 2, 80, Budgets(80, 80), Needs(), _NoNetwork)
+    for seat in range(2):
+        admit(rules, seat, seat, 17, 48)
+    with torch.inference_mode():
+        rules()
+    assert (rules.readback[:, READBACK.index("num_rows")] > 0).all()
 
 
 def test_readback_is_one_step_late() -> None:

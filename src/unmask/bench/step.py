@@ -238,7 +238,9 @@ def check_replay(
 
 
 class _NoMass:
-    """What `_NoNetwork` shows a policy."""
+    """What `_NoNetwork` shows a policy: all rows ran, and nobody was looked at."""
+
+    gate = None
 
     def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
         return torch.zeros(len(num_counted_S), capacity, device=num_counted_S.device)
