@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show is what happens: Python, commands, tables and links."""
+"""What README.md and the pages of docs/ show is what happens: Python, commands, tables and links."""
 
 from __future__ import annotations
 
@@ -16,13 +16,30 @@ import pytest
 from typer.testing import CliRunner
 
 from unmask.cli.main import app
+from unmask.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *METHOD_PAGES]
 PYTHON = re.compile(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.M | re.S)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+LINK_TO_HEADING = re.compile(r"\]\(([^)#\s:]*)#([^)]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
+NAMED = re.compile(r"<!-- begin method-(settings|costs|results) (.*?) -->")
+PARTS = [
+    "How to run it",
+    "Options and defaults",
+    "What a pass computes",
+    "Where it differs on purpose",
+    "Claimed and measured",
+    "When to use it",
+]
+"""The headings of a method's page, in this order."""
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def run_python(text: str) -> list[tuple[str, str]]:
@@ -47,13 +64,13 @@ def commands(text: str) -> list[tuple[list[str], str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if PYTHON.search(p.read_text())], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if PYTHON.search(p.read_text())], ids=name_of)
 def test_python_prints_what_is_shown(page: Path) -> None:
     for printed, shown in run_python(page.read_text(encoding="utf-8")):
         assert printed == shown
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if CONSOLE.search(p.read_text())], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if CONSOLE.search(p.read_text())], ids=name_of)
 def test_commands_print_what_is_shown(page: Path) -> None:
     for (program, *arguments), shown in commands(page.read_text(encoding="utf-8")):
         assert program == "unmask"
@@ -87,10 +104,15 @@ def test_a_stale_table_is_seen_and_written(tmp_path: Path) -> None:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(text.replace("| `vanilla` |", "| `plain` |"), encoding="utf-8")
-    assert "README.md is stale" in docs("--check", root=tmp_path).stdout
+    (tmp_path / "README.md").write_text(text.replace("| [`vanilla`]", "| [`plain`]"), encoding="utf-8")
+    page = tmp_path / "docs" / "methods" / "flash-cache.md"
+    page.write_text(page.read_text(encoding="utf-8").replace("| `track` | `64` |", "| `track` | `63` |"))
+    told = docs("--check", root=tmp_path).stdout
+    assert "README.md is stale" in told
+    assert "docs/methods/flash-cache.md is stale" in told
     assert docs(root=tmp_path).returncode == 0
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
+    assert "| `track` | `64` |" in page.read_text(encoding="utf-8")
 
 
 def test_python_that_prints_something_else_is_seen() -> None:
@@ -98,17 +120,60 @@ def test_python_that_prints_something_else_is_seen() -> None:
     assert run_python(page) == [("2\n", "3\n"), ("3\n", "3\n")]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_within_a_page_lead_to_a_heading(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    headings = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in HEADING.findall(text)}
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
+def headings(page: Path) -> set[str]:
+    found = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_a_heading_find_it(page: Path) -> None:
+    for target, heading in LINK_TO_HEADING.findall(page.read_text(encoding="utf-8")):
+        assert heading in headings(page.parent / target if target else page), (target, heading)
+
+
+# --- a page for every method
+
+
+def methods_of(page: Path) -> dict[str, list[str]]:
+    """The methods that each generated part of a page is about."""
+    return {part: names.split() for part, names in NAMED.findall(page.read_text(encoding="utf-8"))}
+
+
+def test_every_method_has_one_page() -> None:
+    named = [name for page in METHOD_PAGES for name in methods_of(page)["settings"]]
+    assert sorted(named) == sorted(METHODS)
+
+
+@pytest.mark.parametrize("where", ["README.md", "docs/methods.md"])
+def test_the_tables_link_every_page(where: str) -> None:
+    text = (ROOT / where).read_text(encoding="utf-8")
+    folder = "docs/methods" if where == "README.md" else "methods"
+    for page in METHOD_PAGES:
+        assert all(f"| [`{name}`]({folder}/{page.name}) |" in text for name in methods_of(page)["settings"])
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=name_of)
+def test_a_page_of_a_method_has_every_part(page: Path) -> None:
+    text, parts = page.read_text(encoding="utf-8"), methods_of(page)
+    assert list(parts) == ["settings", "costs", "results"]
+    assert parts["settings"] == parts["costs"] == parts["results"]
+    assert re.findall(r"^## (.*)$", text, re.M) == PARTS
+    assert CONSOLE.search(text) is not None
+    assert PYTHON.search(text) is not None
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=name_of)
+def test_a_page_explains_every_option(page: Path) -> None:
+    """The generated table has names and values; what they mean stands in the text."""
+    words = re.sub(r"<!-- begin .*?<!-- end [\w-]+ -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    options = {option for name in methods_of(page)["settings"] for option in METHODS[name].all_options}
+    assert {option for option in options if f"`{option}" not in words} == set()
 
 
 def test_the_test_command_is_found_by_ci() -> None:

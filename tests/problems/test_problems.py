@@ -15,16 +15,19 @@ import pytest
 
 from unmask.problems import Problem, extract_answers, iter_problems, make_problem, make_problems
 from unmask.problems.compose import STEP_WEIGHTS, STEPS_IN_REQUEST, is_reserved
+from unmask.problems.everyday import WIDE_SETTINGS, WIDE_WHOLES
 from unmask.problems.plan import execute
-from unmask.problems.stories import SETTINGS
 from unmask.problems.verify import equations, verify, wrong_equations
-from unmask.problems.wholes import WHOLES
 from unmask.problems.words import CROWDS, FOODS, GOODS, PEOPLE, TASKS, THINGS
 
-GOLDEN = "f7e2061605e0b57c2a15b737e20c5f0868b39694c989436aa44ab76349a43b8c"
+GOLDEN = {
+    False: "f7e2061605e0b57c2a15b737e20c5f0868b39694c989436aa44ab76349a43b8c",
+    True: "24c7f48742e9803e3bc6d384222227bc874e85c7fd093065047d56cb7232b04a",
+}
+"""Of the first stock of phrases, and of all of them."""
 
-MAIN = {p.name for s in (*SETTINGS, *WHOLES) for p in s.openers}
-ALL = MAIN | {p.name for s in SETTINGS for p in (*s.moves, *s.closers)}
+MAIN = {p.name for s in (*WIDE_SETTINGS, *WIDE_WHOLES) for p in s.openers}
+ALL = MAIN | {p.name for s in WIDE_SETTINGS for p in (*s.moves, *s.closers)}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def test() -> list[Problem]:
     return list(iter_problems(12, 12_000, split="test"))
 
 
-def digest(n: int) -> str:
-    text = "\0".join(f"{p['question']}\0{p['answer']}" for p in make_problems(0, n))
+def digest(n: int, wide: bool) -> str:
+    text = "\0".join(f"{p['question']}\0{p['answer']}" for p in make_problems(0, n, wide=wide))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -68,8 +71,20 @@ def test_wrong_equations_are_found() -> None:
     assert equations("He has 8 / 2 = 4 pens") == [(8, "/", 2, 4)]
 
 
-def test_first_problems_never_change() -> None:
-    assert digest(200) == GOLDEN
+@pytest.mark.parametrize("wide", [False, True])
+def test_first_problems_never_change(wide: bool) -> None:
+    assert digest(200, wide) == GOLDEN[wide]
+
+
+def test_plain_everyday_questions_are_among_them() -> None:
+    plain = [
+        r"\w+ has \d+ \w+\. \w+ buys \d+ \w+ with \d+ \w+ each\. How many \w+ does \w+ have now\?",
+        r"\w+ (had|bought|found) \d+ \w+\. \w+ (gave|lost|sold) .*\. How many \w+ does \w+ have left\?",
+        r"\w+ has \$\d+\. \w+ buys \d+ \w+ for \$\d+ each\. How much money does \w+ have left\?",
+    ]
+    more = list(iter_problems(14, 20_000, max_steps=2))
+    for pattern in plain:
+        assert any(re.fullmatch(pattern, p.question) for p in more), pattern
 
 
 def test_another_process_makes_the_same() -> None:
@@ -129,7 +144,7 @@ def test_there_is_enough_variety() -> None:
     assert len(ALL) >= 60
     assert len({p.name for p in PEOPLE}) == len(PEOPLE) >= 80
     assert len({i.one for listing in (THINGS, FOODS, GOODS, TASKS, CROWDS) for i in listing}) >= 80
-    names = [p.name for s in (*SETTINGS, *WHOLES) for p in (*s.openers, *s.moves, *s.closers)]
+    names = [p.name for s in (*WIDE_SETTINGS, *WIDE_WHOLES) for p in (*s.openers, *s.moves, *s.closers)]
     assert len(names) == len(set(names))
 
 

@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
 
 from unmask.train.loss import forward_logits, forward_loss, weighted_loss
+from unmask.train.modelling import model_config, new_model
 
-from .helpers import tiny_model
+from .helpers import small_ar_config, small_config, tiny_model
 
 
 def test_weighted_loss_is_the_plain_sum():
@@ -36,8 +38,9 @@ def test_positions_past_the_visible_end_change_nothing():
     assert not torch.equal(forward_logits(model, token, see)[:, 0], forward_logits(model, inside, see)[:, 0])
 
 
-def test_compiled_graph_is_whole_and_equal():
-    model = tiny_model()
+@pytest.mark.parametrize("config", [small_config(), small_ar_config()], ids=["full", "causal"])
+def test_compiled_graph_is_whole_and_equal(config):
+    model = new_model(model_config(config), 0, torch.device("cpu"))
     token, see, weight = torch.randint(3, 20, (2, 12)), torch.tensor([7, 9]), torch.rand(2, 12)
     model.rope.reserve(model.config.max_positions, "cpu")
     compiled = torch.compile(forward_loss, backend="aot_eager", dynamic=False, fullgraph=True)

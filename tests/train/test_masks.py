@@ -11,6 +11,8 @@ from unmask.train.masks import (
     block_plan,
     draw_blocks,
     noise,
+    numbers_plan,
+    reach,
     spread_kinds,
     spread_rates,
     uniform_plan,
@@ -33,12 +35,13 @@ def gen(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("masks", [{"uniform": 1.0}, {"block": 1.0}, {"uniform": 0.5, "block": 0.5}])
+@pytest.mark.parametrize("masks", [{"uniform": 1.0}, {"block": 1.0}, {"numbers": 1.0}, {"block": 0.5, "numbers": 0.5}])
 @pytest.mark.parametrize("fill", [True, False])
 def test_prompt_and_invisible_positions_are_never_touched(masks, fill):
     rows = make_rows()
     for seed in range(20):
-        noised = noise(rows, masks, NoiseConfig(loss_on_fill=fill), MASK, gen(seed))
+        digits = torch.arange(100) < 50
+        noised = noise(rows, masks, NoiseConfig(loss_on_fill=fill), MASK, gen(seed), is_digit_V=digits)
         outside = ~answer_region(rows)
         assert not noised.masked_BN[outside].any()
         assert torch.equal(noised.token_BN[outside], rows.token_BN[outside])
@@ -57,10 +60,20 @@ def test_every_stratum_holds_one_rate():
 
 
 def test_kinds_have_their_share_at_all_rates():
-    is_block = spread_kinds(1000, torch.tensor(0.123, dtype=torch.float64), 0.4)
-    assert abs(is_block.double().mean() - 0.4) < 0.01
-    for part in is_block.split(100):
-        assert abs(part.double().mean() - 0.4) < 0.03
+    is_block, is_numbers = spread_kinds(1000, torch.tensor(0.123, dtype=torch.float64), 0.4, 0.25)
+    assert not (is_block & is_numbers).any()
+    for kind, share in ((is_block, 0.4), (is_numbers, 0.25)):
+        assert abs(kind.double().mean() - share) < 0.01
+        for part in kind.split(100):
+            assert abs(part.double().mean() - share) < 0.03
+
+
+def test_a_power_under_one_makes_high_rates_frequent():
+    even, high = (spread_rates(1000, torch.tensor(0.5, dtype=torch.float64), 0.01, power) for power in (1.0, 0.5))
+    assert even.median() == pytest.approx(0.505, abs=0.01)
+    assert high.median() == pytest.approx(0.01 + 0.99 * 0.5**0.5, abs=0.01)
+    assert high.min() >= 0.01
+    assert high.max() <= 1
 
 
 def test_uniform_masks_and_weights_are_as_documented():
@@ -93,6 +106,36 @@ def test_block_masks_against_a_plain_loop():
             assert bool(noised.masked_BN[b, p]) == masked
             assert float(noised.weight_BN[b, p]) == pytest.approx(weight)
             assert bool(noised.tail_BN[b, p]) == (masked and place > block[b])
+
+
+def test_masks_of_numbers_against_a_plain_loop():
+    rows = make_rows()
+    is_digit = torch.zeros(100, dtype=torch.bool)
+    is_digit[10:50] = True
+    t, draw, cut = torch.linspace(0.1, 1, 16), torch.rand(rows.token_BN.shape, generator=gen(3)), torch.rand(16)
+    noised = apply_plan(rows, numbers_plan(rows, t, cut, is_digit), draw, MASK, True)
+    for b in range(16):
+        prompt, end, see = int(rows.prompt_B[b]), int(rows.end_B[b]), int(rows.see_B[b])
+        first = prompt + int(cut[b] * (end + 1 - prompt))
+        assert prompt <= first <= end
+        for p in range(rows.token_BN.shape[1]):
+            rate = 1.0 if is_digit[rows.token_BN[b, p]] else float(t[b])
+            masked = first <= p < see and float(draw[b, p]) < rate
+            assert bool(noised.masked_BN[b, p]) == masked
+            assert float(noised.weight_BN[b, p]) == pytest.approx(1 / rate if masked else 0.0)
+    assert not noised.tail_BN.any()
+
+
+def test_causal_masks_mask_nothing_and_ask_for_the_answer_and_one_end():
+    rows = make_rows()
+    noised = noise(rows, {"causal": 1.0}, NoiseConfig(loss_on_fill=False), MASK, gen())
+    assert torch.equal(noised.token_BN, rows.token_BN)
+    pos = torch.arange(40)
+    asked = (pos >= rows.prompt_B[:, None]) & (pos <= rows.end_B[:, None])
+    assert torch.equal(noised.masked_BN, asked)
+    assert torch.equal(noised.weight_BN, asked.float())
+    assert torch.equal(reach(rows, {"causal": 1.0}), rows.prompt_B)
+    assert torch.equal(reach(rows, {"block": 1.0}), rows.see_B)
 
 
 def test_drawn_blocks_reach_the_first_end_of_text_and_not_beyond():

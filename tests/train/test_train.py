@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unmask.errors import ConfigError, EngineError, MissingDependencyError
+from unmask.models.attention import DenseContext
 from unmask.models.loading import load_model
 from unmask.train import load_config, logs, trainer
 from unmask.train.data import LocalBatches
@@ -16,7 +17,7 @@ from unmask.train.modelling import model_config
 from unmask.train.state import load_state
 from unmask.train.trainer import train
 
-from .helpers import small_config
+from .helpers import small_ar_config, small_config
 
 
 def run(config, out, **options):
@@ -50,6 +51,9 @@ def test_the_packaged_model_has_the_size_it_should():
         ("model.hidden=1", "unknown .model. key 'hidden'"),
         ("stage.uniform.masks.blok=1", "mask kind 'blok'"),
         ("run", "must read"),
+        ("stage.uniform.masks.causal=1", "go with no others"),
+        ("stage.uniform.masks={causal=1}", "'block_causal' go together"),
+        ("model.logit_shift=1", "cannot be trained"),
     ],
 )
 def test_unknown_keys_are_errors(override, message):
@@ -65,9 +69,9 @@ def test_overrides_take_toml_and_python_spelling():
 
 
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch):
-    # masks of both kinds, two shapes, and a stage boundary in between
-    config = small_config("run.save_every_steps=1", "stage.long.batch_size=2", "stage.long.steps=4")
-    names = ["blocks", "long"]
+    # masks of all kinds, two shapes, and a stage boundary in between
+    config = small_config("run.save_every_steps=1", "stage.longer.batch_size=2", "stage.longer.steps=4")
+    names = ["blocks", "longer"]
     run(config, tmp_path / "whole", stages=names)
     real, made = LocalBatches.next, itertools.count()
 
@@ -87,7 +91,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(tmp_path, monkeypatch
     assert facts["next_index"] == 3 * 4 + 4 * 2
     losses = [[r["loss"] for r in rows(tmp_path / name / "train_log.csv")] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
-    assert last == tmp_path / "parts" / "long"
+    assert last == tmp_path / "parts" / "longer"
 
 
 def test_a_run_in_the_way_is_refused_and_complete_stages_are_skipped(tmp_path):
@@ -128,6 +132,33 @@ def test_init_starts_from_a_model_directory(tmp_path):
     again = run(config, tmp_path / "b", stages=["blocks"], init=out)
     for a, b in zip(load_model(out).parameters(), load_model(again).parameters()):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_the_last_stage_has_masks_of_numbers_and_every_phrase(tmp_path):
+    config = small_config("stage.longer.masks={numbers=1}")
+    out = run(config, tmp_path, stages=["longer"])
+    assert {r["masks"] for r in rows(tmp_path / "validation.csv")} == {"numbers"}
+    assert (out / "config.json").exists()
+    assert [stage.wide for stage in config.stages] == [False, False, False, True]
+
+
+def test_an_autoregressive_model_learns_next_tokens_and_exports_what_it_is(tmp_path):
+    config = small_ar_config("stage.single.steps=30", "stage.single.warmup=3", "optimizer.adam_lr=.01")
+    out = run(config, tmp_path, stages=["single"])
+    losses = [float(r["loss"]) for r in rows(tmp_path / "train_log.csv")]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    model = load_model(out, dtype=torch.float32)
+    assert (model.config.attention, model.config.logit_shift) == ("block_causal", 1)
+    token, prompt = torch.randint(6, 1000, (2, 12)), torch.tensor([4, 6])
+    other = token.clone()
+    other[:, 9] = 7
+    with torch.no_grad():
+        a, b = (forward_logits(model, ids, prompt) for ids in (token, other))
+    assert torch.equal(a[:, :10], b[:, :10])  # position 9 is scored without having seen itself
+    assert not torch.allclose(a[:, 10], b[:, 10])
+    with torch.no_grad():
+        whole = model.logits(model(token[:1, :4], DenseContext(torch.arange(4), rope=model.rope)))
+    assert torch.allclose(a[0, 4], whole[0, 3], atol=1e-5)  # the prompt sees itself whole
 
 
 def test_the_clock_ends_a_stage_with_its_decay_complete(tmp_path):

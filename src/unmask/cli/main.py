@@ -28,6 +28,7 @@ VERBS = {
     "problems": "unmask.cli.problems:problems",
     "train": "unmask.cli.train:train",
     "bench": "unmask.cli.bench:app",
+    "profile": "unmask.cli.profile:profile",
     "models": "unmask.cli.models:models",
     "methods": "unmask.cli.models:methods",
     "doctor": "unmask.cli.doctor:doctor",

@@ -68,8 +68,8 @@ def why_not() -> str | None:
 
 def kernel(name: str, *tensors: Tensor) -> Any:
     """The module of `ops.triton` for a call with these tensors; None: the reference."""
-    if not tensors[0].is_cuda or _choice.get() == "reference" or why_not():
-        return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # kernels have no backward
+        return None  # before the choice is read, which torch.compile cannot trace
+    if not tensors[0].is_cuda or _choice.get() == "reference" or why_not():
         return None
     return importlib.import_module(f"unmask.ops.triton.{name}")

@@ -13,9 +13,11 @@ import zlib
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
+from unmask.problems.everyday import WIDE_SETTINGS, WIDE_WHOLES
 from unmask.problems.parts import Formula, Numbers, Part, Setting, between, pick
 from unmask.problems.plan import Operand, Ref, Step, apply
 from unmask.problems.stories import SETTINGS
@@ -146,6 +148,18 @@ def is_reserved(template: str, name: str, item: str) -> bool:
     return zlib.crc32(f"{template}|{name}|{item}".encode()) % 100 < RESERVED
 
 
+class _Stock(NamedTuple):
+    """What a problem may begin with: wholes by their steps, and openers of at most so many steps."""
+
+    wholes: dict[int, list[tuple[Setting, Part]]]
+    openers_up_to: dict[int, list[tuple[Setting, Part]]]
+
+
+def _stock(settings: Sequence[Setting], wholes: Sequence[Setting]) -> _Stock:
+    openers = _by_steps(settings)
+    return _Stock(_by_steps(wholes), {n: [pair for k in range(n + 1) for pair in openers[k]] for n in range(1, 6)})
+
+
 def _by_steps(settings: Sequence[Setting]) -> dict[int, list[tuple[Setting, Part]]]:
     table: dict[int, list[tuple[Setting, Part]]] = {n: [] for n in range(6)}
     for setting in settings:
@@ -154,9 +168,7 @@ def _by_steps(settings: Sequence[Setting]) -> dict[int, list[tuple[Setting, Part
     return table
 
 
-_WHOLES = _by_steps(WHOLES)
-_OPENERS = _by_steps(SETTINGS)
-_OPENERS_UP_TO = {n: [pair for k in range(n + 1) for pair in _OPENERS[k]] for n in range(1, 6)}
+_FIRST, _WIDE = _stock(SETTINGS, WHOLES), _stock(WIDE_SETTINGS, WIDE_WHOLES)
 
 
 def _cast(rng: random.Random, setting: Setting, template: str, split: Split) -> tuple[Person, Item]:
@@ -231,10 +243,10 @@ def _distract(draft: _Draft) -> None:
     draft.story.insert(between(draft.rng, 1, len(draft.story) - 1), sentence)
 
 
-def _attempt(rng: random.Random, split: Split, num_steps: int) -> Problem | None:
+def _attempt(rng: random.Random, split: Split, num_steps: int, stock: _Stock) -> Problem | None:
     """One try at a problem of so many steps; None when numbers or length do not work out."""
-    whole = bool(_WHOLES[num_steps]) and rng.random() < WHOLE
-    setting, opener = pick(rng, _WHOLES[num_steps] if whole else _OPENERS_UP_TO[num_steps])
+    whole = bool(stock.wholes[num_steps]) and rng.random() < WHOLE
+    setting, opener = pick(rng, stock.wholes[num_steps] if whole else stock.openers_up_to[num_steps])
     who, item = _cast(rng, setting, opener.name, split)
     draft = _Draft(rng, _words(rng, setting, who, item))
     used = [opener.name]
@@ -272,13 +284,15 @@ def _check(split: str, min_steps: int, max_steps: int) -> None:
         raise ValueError(f"steps {min_steps}..{max_steps} are not a range within 1..{limit}")
 
 
-def make_problem(rng: random.Random, *, split: Split = "train", min_steps: int = 1, max_steps: int = 5) -> Problem:
+def make_problem(
+    rng: random.Random, *, split: Split = "train", min_steps: int = 1, max_steps: int = 5, wide: bool = True
+) -> Problem:
     """One problem, drawn from `rng`; equal states of `rng` give equal problems."""
     _check(split, min_steps, max_steps)
     bounds = list(accumulate(STEP_WEIGHTS[min_steps - 1 : max_steps]))
     num_steps = min_steps + bisect(bounds, rng.random() * bounds[-1])
     while True:
-        problem = _attempt(rng, split, num_steps)
+        problem = _attempt(rng, split, num_steps, _WIDE if wide else _FIRST)
         if problem is not None:
             return problem
 
@@ -297,11 +311,15 @@ def iter_problems(
     min_steps: int = 1,
     max_steps: int = 5,
     start: int = 0,
+    wide: bool = True,
 ) -> Iterator[Problem]:
-    """Problems `start` to `start + n` of a seed, with their plans; problem i is the same whatever n is."""
+    """Problems `start` to `start + n` of a seed, with their plans; problem i is the same whatever n is.
+
+    Without `wide` they are told in the first stock of phrases only, from which the tokenizer was made.
+    """
     for index in range(start, start + n):
         rng = _seeded(seed, split, index)
-        yield make_problem(rng, split=split, min_steps=min_steps, max_steps=max_steps)
+        yield make_problem(rng, split=split, min_steps=min_steps, max_steps=max_steps, wide=wide)
 
 
 def make_problems(
@@ -313,36 +331,21 @@ def make_problems(
     max_steps: int = 5,
     per_request: int = 1,
     start: int = 0,
+    wide: bool = True,
 ) -> Iterator[dict[str, str]]:
     """Yield `n` requests, each {"question", "answer"}, lazily; request i is the same whatever `n` is.
 
     `per_request` above one numbers that many problems in one question and answers them in order, each with
     its own "#### N" line; with three or more, no problem has over `STEPS_IN_REQUEST` steps.
-    `start` skips requests at no cost, so that workers can share the work.
+    `start` skips requests at no cost, so that workers can share the work. `wide`: see `iter_problems`.
     """
     if per_request < 1:
         raise ValueError(f"per_request is {per_request}; ask for at least one problem a request")
     if per_request >= 3:
         max_steps = min(max_steps, STEPS_IN_REQUEST)
     _check(split, min_steps, max_steps)
-    return _requests(seed, n, split, min_steps, max_steps, per_request, start)
-
-
-def _requests(
-    seed: int, n: int, split: Split, min_steps: int, max_steps: int, per_request: int, start: int
-) -> Iterator[dict[str, str]]:
-    for request in range(start, start + n):
-        problems = list(
-            iter_problems(
-                seed,
-                per_request,
-                split=split,
-                min_steps=min_steps,
-                max_steps=max_steps,
-                start=request * per_request,
-            )
-        )
-        yield _joined(problems)
+    draw = partial(iter_problems, seed, per_request, split=split, min_steps=min_steps, max_steps=max_steps, wide=wide)
+    return (_joined(list(draw(start=request * per_request))) for request in range(start, start + n))
 
 
 def _joined(problems: Sequence[Problem]) -> dict[str, str]:

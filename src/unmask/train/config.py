@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 PACKAGED = Path(__file__).parent / "configs"
 ASSETS = Path(__file__).parent.parent / "assets"
-MASK_KINDS = ("uniform", "block")
+MASK_KINDS = ("uniform", "block", "numbers", "causal")
 EXPORTS = ("ema", "raw", "best")
 DECAYS = ("linear", "none")
 
@@ -138,7 +138,12 @@ class StageConfig:
     max_seconds: float | None = None
     """Time limit: progress is the larger of step/steps and elapsed/max_seconds, so the decay always completes."""
     masks: Mapping[str, float] = field(default_factory=lambda: {"uniform": 1.0}, hash=False)
-    """Share of rows per mask kind, uniform and block."""
+    """Share of rows per mask kind: uniform, block and numbers; or causal alone, which masks nothing and learns every
+    next token."""
+    rate_power: float = 1.0
+    """Mask rates are even draws to this power; under 1, high rates are more frequent."""
+    wide: bool = True
+    """Problems in all phrases; or in the first stock only, from which the tokenizer was made."""
     requests: Mapping[int, float] = field(default_factory=lambda: {1: 1.0}, hash=False)
     """Share of rows (short ones apart) with that many problems in one request."""
 
@@ -149,6 +154,8 @@ class StageConfig:
         object.__setattr__(self, "requests", _shares(counts, where + "requests"))
         for kind in self.masks:
             _check(kind in MASK_KINDS, f"{where}mask kind {kind!r} is unknown; {nearest(kind, MASK_KINDS)}")
+        _check("causal" not in self.masks or len(self.masks) == 1, f"{where}causal masks go with no others")
+        _check(self.rate_power > 0, f"{where}rate_power must be above 0, got {self.rate_power}")
         for name in ("steps", "batch_size", "length"):
             _check(getattr(self, name) >= 1, f"{where}{name} must be at least 1, got {getattr(self, name)}")
         _check(self.decay in DECAYS, f"{where}decay {self.decay!r} is unknown; {nearest(self.decay, DECAYS)}")

@@ -89,7 +89,7 @@ class Encoder:
         return (before, after) if same else None
 
 
-def _problems(data: DataConfig, seed: int, count: int, start: int, num: int) -> Iterable[Problem]:
+def _problems(data: DataConfig, seed: int, count: int, start: int, num: int, wide: bool = True) -> Iterable[Problem]:
     """Requests [start, start + num) with `count` problems each.
 
     Every count has its own seed: requests of different sizes share no problem, whatever their indices.
@@ -102,6 +102,7 @@ def _problems(data: DataConfig, seed: int, count: int, start: int, num: int) -> 
         max_steps=data.max_steps,
         per_request=count,
         start=start,
+        wide=wide,
     )
     for problem in made:
         yield Problem(problem["question"], problem["answer"])
@@ -173,7 +174,7 @@ class BatchMaker:
         for attempt in range(MAX_TRIES):
             size = max(1, count - attempt)
             start = index + RETRY_STRIDE * max(0, attempt - count + 1)
-            (problem,) = _problems(data, data.seed, size, start, 1)
+            (problem,) = _problems(data, data.seed, size, start, 1, self.plan.stage.wide)
             question, answer = self.encoder.prompt(problem.question), self.encoder.answer(problem.answer)
             if len(question) + len(answer) < length:
                 return question, answer
@@ -197,6 +198,19 @@ def load_tokenizer(directory: Path) -> Any:
 def load_encoder(directory: Path, eos_id: int) -> Encoder:
     """The encoder of a tokenizer directory; what a worker calls."""
     return Encoder(load_tokenizer(directory), eos_id)
+
+
+def digit_ids(directory: Path) -> list[int]:
+    """Ids of the ten digits.
+
+    Raises:
+        ConfigError: digits are no tokens of their own.
+    """
+    tokenizer = load_tokenizer(directory)
+    ids = [tokenizer.token_to_id(str(digit)) for digit in range(10)]
+    if None in ids:
+        raise ConfigError(f"{directory}: its digits are no tokens of their own, and masks of numbers need them")
+    return ids
 
 
 def special_ids(directory: Path) -> dict[str, Any]:

@@ -29,11 +29,17 @@ def weighted_loss(logits_BNV: Tensor, target_BN: Tensor, weight_BN: Tensor) -> T
 
 
 def forward_logits(model: Transformer, token_BN: Tensor, see_B: Tensor) -> Tensor:
-    """Logits [B, N, V] of rows that see the keys [0, see) of their own row."""
+    """Logits [B, N, V] of every position. Rows see the keys [0, see) of their own row; in a block-causal model, which
+    is trained with a prompt of `see` positions and blocks of one, those behind it see up to themselves."""
     pos_N = torch.arange(token_BN.shape[1], device=token_BN.device)
-    context = DenseContext(pos_N, see=see_B, rope=model.rope)
+    if model.config.attention == "block_causal":
+        mask_BNN = (pos_N[:, None] >= pos_N) | (pos_N < see_B[:, None, None])
+        context = DenseContext(pos_N, mask=mask_BNN, rope=model.rope)
+    else:
+        context = DenseContext(pos_N, see=see_B, rope=model.rope)
     logits: Tensor = model.logits(model(token_BN, context))
-    return logits
+    shift = model.config.logit_shift
+    return F.pad(logits[:, : logits.shape[1] - shift], (0, 0, shift, 0)) if shift else logits
 
 
 def forward_loss(model: Transformer, token_BN: Tensor, see_B: Tensor, target_BN: Tensor, weight_BN: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ class Rows(NamedTuple):
 
 
 class Noised(NamedTuple):
-    """`token_BN` with MASK put in; `masked_BN` bool; `weight_BN` fp32, 0 where the loss does not look; `tail_BN` bool,
-    masked because they lie behind a noisy block."""
+    """`token_BN` with MASK put in; `masked_BN` bool, to be predicted; `weight_BN` fp32, 0 where the loss does not look;
+    `tail_BN` bool, masked because they lie behind a noisy block."""
 
     token_BN: Tensor
     masked_BN: Tensor
@@ -64,19 +64,23 @@ def loss_region(rows: Rows, loss_on_fill: bool) -> Tensor:
     return region_BN & (pos_N <= rows.end_B[:, None])
 
 
-def spread_rates(num_rows: int, offset: Tensor, min_rate: float) -> Tensor:
-    """Mask rates [B] that cover (0, 1) evenly: t_i = (offset + i/B) mod 1, mapped to [min_rate, 1].
+def spread_rates(num_rows: int, offset: Tensor, min_rate: float, power: float = 1.0) -> Tensor:
+    """Mask rates [B]: u ** power mapped to [min_rate, 1], of u that cover (0, 1) evenly, u_i = (offset + i/B) mod 1.
 
-    Each of B equal strata holds one rate, so the batch's loss varies less than with independent draws.
+    Each of B equal strata holds one u, so the batch's loss varies less than with independent draws.
     """
     step_B = torch.arange(num_rows, device=offset.device, dtype=offset.dtype) / num_rows
-    return min_rate + (1 - min_rate) * ((offset + step_B) % 1)
+    return min_rate + (1 - min_rate) * ((offset + step_B) % 1) ** power
 
 
-def spread_kinds(num_rows: int, offset: Tensor, block_share: float) -> Tensor:
-    """bool [B]: rows with a block mask. A golden-ratio walk, so that both kinds meet all rates."""
+def spread_kinds(num_rows: int, offset: Tensor, *shares: float) -> list[Tensor]:
+    """bool [B] a share: the rows of each kind. A golden-ratio walk, so that all kinds meet all rates."""
     index_B = torch.arange(num_rows, device=offset.device, dtype=offset.dtype)
-    return (offset + index_B * GOLDEN) % 1 < block_share
+    walk_B, kinds, first = (offset + index_B * GOLDEN) % 1, [], 0.0
+    for share in shares:
+        kinds.append((walk_B >= first) & (walk_B < first + share))
+        first += share
+    return kinds
 
 
 def uniform_plan(rows: Rows, rate_B: Tensor) -> Plan:
@@ -96,6 +100,20 @@ def block_plan(rows: Rows, rate_B: Tensor, length_B: Tensor, block_B: Tensor, ta
     rate_BN = torch.where(inside, rate_B[:, None], 1.0).masked_fill(before, 0.0)
     weight_BN = torch.where(inside, 1 / rate_B[:, None], tail_weight).masked_fill(before, 0.0)
     return Plan(rate_BN, weight_BN, ~(before | inside))
+
+
+def numbers_plan(rows: Rows, rate_B: Tensor, draw_B: Tensor, is_digit_V: Tensor) -> Plan:
+    """Clean up to a place in the answer; behind it all digits masked, and the rest with rate t and weight 1/t.
+
+    So stands a canvas after a few passes: the words are decided wherever they stand, and the numbers wait for each
+    other, from left to right. In uniform noise a number is mostly to be read off another place.
+    """
+    pos_N = torch.arange(rows.token_BN.shape[1], device=rows.token_BN.device)
+    cut_B = rows.prompt_B + (draw_B * (rows.end_B + 1 - rows.prompt_B)).long()
+    rate_BN = torch.where(is_digit_V[rows.token_BN], 1.0, rate_B[:, None])
+    before_BN = pos_N < cut_B[:, None]
+    weight_BN = (1 / rate_BN).masked_fill(before_BN, 0.0)
+    return Plan(rate_BN.masked_fill(before_BN, 0.0), weight_BN, torch.zeros_like(before_BN))
 
 
 def draw_blocks(rows: Rows, lengths: tuple[int, ...], draw_B2: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +137,17 @@ def apply_plan(rows: Rows, plan: Plan, draw_BN: Tensor, mask_id: int, loss_on_fi
     return Noised(rows.token_BN.masked_fill(masked_BN, mask_id), masked_BN, weight_BN, masked_BN & plan.tail_BN)
 
 
+def reach(rows: Rows, masks: Mapping[str, float]) -> Tensor:
+    """int [B]: what every row sees, the visible positions; of causal masks the prompt."""
+    return rows.prompt_B if "causal" in masks else rows.see_B
+
+
+def unmasked(rows: Rows, loss_on_fill: bool) -> Noised:
+    """Nothing masked, and everything of the loss region to be predicted: for networks that see no later position."""
+    region_BN = loss_region(rows, loss_on_fill)
+    return Noised(rows.token_BN, region_BN, region_BN.float(), torch.zeros_like(region_BN))
+
+
 def noise(
     rows: Rows,
     masks: Mapping[str, float],
@@ -126,17 +155,28 @@ def noise(
     mask_id: int,
     generator: torch.Generator,
     rate_B: Tensor | None = None,
+    *,
+    power: float = 1.0,
+    is_digit_V: Tensor | None = None,
 ) -> Noised:
-    """Noise for training; with ``rate_B``, at these rates instead of evenly spread ones."""
+    """Noise for training; with ``rate_B``, at these rates instead of spread ones. Masks of numbers need
+    ``is_digit_V``."""
+    if "causal" in masks:
+        return unmasked(rows, config.loss_on_fill)
     num_rows, device = len(rows.prompt_B), rows.token_BN.device
     offset_2 = torch.rand(2, device=device, generator=generator)
     draw_B2 = torch.rand(num_rows, 2, device=device, generator=generator)
     draw_BN = torch.rand(rows.token_BN.shape, device=device, generator=generator)
     if rate_B is None:
-        rate_B = spread_rates(num_rows, offset_2[0], config.min_rate)
-    is_block_B1 = spread_kinds(num_rows, offset_2[1], masks.get("block", 0.0))[:, None]
+        rate_B = spread_rates(num_rows, offset_2[0], config.min_rate, power)
+    is_block_B, is_numbers_B = spread_kinds(num_rows, offset_2[1], masks.get("block", 0.0), masks.get("numbers", 0.0))
     length_B, block_B = draw_blocks(rows, config.block_lengths, draw_B2)
-    uniform = uniform_plan(rows, rate_B)
-    block = block_plan(rows, rate_B, length_B, block_B, config.tail_weight)
-    plan = Plan(*(torch.where(is_block_B1, b, u) for b, u in zip(block, uniform)))
+    plan = uniform_plan(rows, rate_B)
+    plan = _where(is_block_B, block_plan(rows, rate_B, length_B, block_B, config.tail_weight), plan)
+    if is_digit_V is not None:
+        plan = _where(is_numbers_B, numbers_plan(rows, rate_B, draw_B2[:, 0], is_digit_V), plan)
     return apply_plan(rows, plan, draw_BN, mask_id, config.loss_on_fill)
+
+
+def _where(rows_B: Tensor, chosen: Plan, other: Plan) -> Plan:
+    return Plan(*(torch.where(rows_B[:, None], a, b) for a, b in zip(chosen, other)))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unmask.errors import ConfigError, nearest
 from unmask.models.config import ModelConfig
+from unmask.models.families import FAMILIES
 from unmask.models.loading import load_model, save_model
 from unmask.models.transformer import Transformer
 from unmask.train.config import TrainConfig
@@ -27,6 +28,8 @@ DEFAULTS: Mapping[str, Any] = {
     "logit_shift": 0,
     "max_positions": 1024,
 }
+TRAINABLE = (("full", 0), ("block_causal", 1))
+"""Attention and logit shift: masks that are filled in, or every next token from the left."""
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -47,8 +50,21 @@ def model_config(config: TrainConfig) -> ModelConfig:
         made = ModelConfig(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"[model]: {error}") from error
-    if made.logit_shift:
-        raise ConfigError(f"[model]: logit_shift {made.logit_shift} cannot be trained; only 0 can")
+    if (made.attention, made.logit_shift) not in TRAINABLE:
+        raise ConfigError(
+            f"[model]: attention {made.attention!r} with logit_shift {made.logit_shift} cannot be trained; use 'full' "
+            "with 0, or 'block_causal' with 1"
+        )
+    if made.logit_shift != (shift := FAMILIES[made.family].logit_shift):
+        raise ConfigError(f"[model]: family {made.family!r} has logit_shift {shift}, not {made.logit_shift}")
+    causal = made.attention == "block_causal"
+    for stage in config.stages:
+        if ("causal" in stage.masks) != causal:
+            kinds = ", ".join(stage.masks)
+            raise ConfigError(
+                f"stage {stage.name!r} has masks of kind {kinds}, and [model] attention {made.attention!r}; causal "
+                "masks and 'block_causal' go together"
+            )
     return made
 
 

@@ -81,11 +81,14 @@ def _with_roles(texts: Iterable[str]) -> Iterator[str]:
 
 
 def problem_texts(seed: int, num_problems: int) -> Iterator[str]:
-    """Questions and answers of the training split, a few requests of several problems among them."""
-    for request in make_problems(seed, num_problems):
+    """Questions and answers of the training split, a few requests of several problems among them.
+
+    They are of the first stock: a phrase that came later is spelled in the pieces that there are.
+    """
+    for request in make_problems(seed, num_problems, wide=False):
         yield request["question"]
         yield request["answer"]
-    for request in make_problems(seed + 1, num_problems // 50, per_request=4):
+    for request in make_problems(seed + 1, num_problems // 50, per_request=4, wide=False):
         yield request["question"]
         yield request["answer"]
 

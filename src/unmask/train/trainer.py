@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from unmask.errors import ConfigError, MissingDependencyError, nearest
+from unmask.ops import kernels
 from unmask.train import logs
 from unmask.train.config import StageConfig, TrainConfig
 from unmask.train.data import Batches, MakeEncoder, default_workers, open_batches
 from unmask.train.ema import Ema
-from unmask.train.encode import VALIDATION_SEED, BatchMaker, Group, StagePlan, load_encoder, special_ids
+from unmask.train.encode import VALIDATION_SEED, BatchMaker, Group, StagePlan, digit_ids, load_encoder, special_ids
 from unmask.train.loss import forward_logits, forward_loss
-from unmask.train.masks import Rows, noise
+from unmask.train.masks import Rows, noise, reach
 from unmask.train.modelling import export, initial_model, model_config, new_model
 from unmask.train.optim import Optimizer
 from unmask.train.schedule import lr_factor, progress
@@ -120,7 +121,9 @@ def _settings(device: torch.device) -> Iterator[torch.device]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
     try:
-        yield device
+        # Validation has no gradients, and our kernels would take its fp32 weights past autocast.
+        with kernels("reference"):
+            yield device
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.set_float32_matmul_precision(precision)
@@ -166,6 +169,10 @@ class _Run:
         self._reserve_positions()
         self.optimizer = Optimizer(self.model, self.model.config, self.config.optimizer)
         self.params = dict(self.model.named_parameters())
+        if any("numbers" in stage.masks for stage in self.config.stages):
+            self.is_digit_V = torch.zeros(self.model.config.vocab_size, dtype=torch.bool)
+            self.is_digit_V[digit_ids(self.config.tokenizer)] = True
+            self.is_digit_V = self.is_digit_V.to(self.device)
         if resume:
             self._load()
         else:
@@ -325,8 +332,10 @@ class _Run:
 
     def _backward(self, stage: StageConfig, rows: Rows, denominator: int) -> Tensor:
         """Add the gradients of one group; its part of the loss."""
-        noised = noise(rows, stage.masks, self.config.noise, self.model.config.mask_token_id, self.generator)
-        inputs = (noised.token_BN, rows.see_B, rows.token_BN, noised.weight_BN / denominator)
+        mask_id, is_digit_V = self.model.config.mask_token_id, self._is_digit(stage)
+        drawn = functools.partial(noise, power=stage.rate_power, is_digit_V=is_digit_V)
+        noised = drawn(rows, stage.masks, self.config.noise, mask_id, self.generator)
+        inputs = (noised.token_BN, reach(rows, stage.masks), rows.token_BN, noised.weight_BN / denominator)
         shape = tuple(rows.token_BN.shape)
         if self.loss_fn is forward_loss or shape in self.proven:
             return self._forward_backward(inputs)
@@ -387,7 +396,11 @@ class _Run:
         model = self.model.config
         kinds = list(stage.masks)
         eos = model.eos_token_ids[0]
-        return validate(self._predict, self.validation, kinds, self.config.noise, model.mask_token_id, eos)
+        noise, mask, digits = self.config.noise, model.mask_token_id, self._is_digit(stage)
+        return validate(self._predict, self.validation, kinds, noise, mask, eos, digits)
+
+    def _is_digit(self, stage: StageConfig) -> Tensor | None:
+        return self.is_digit_V if "numbers" in stage.masks else None
 
     def _flush(self) -> None:
         """Read the pending losses from the device, check them, log their mean."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.train.config import NoiseConfig
 from unmask.train.loss import cross_entropy
-from unmask.train.masks import Noised, Rows, noise
+from unmask.train.masks import Noised, Rows, noise, reach
 
 RATES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 CHUNK = 128
@@ -29,7 +29,7 @@ class Record:
     """One line of validation.csv: the masked positions of one mask kind at one rate."""
 
     masks: str
-    """uniform, block (the noisy block) or tail (all masked, behind it)."""
+    """A mask kind; block means the noisy block, and tail what is behind it, all masked."""
     t: float
     positions: int
     ce: float
@@ -49,13 +49,19 @@ class Record:
 
 @torch.no_grad()
 def validate(
-    predict: Predict, groups: Sequence[Rows], kinds: Sequence[str], config: NoiseConfig, mask_id: int, eos_id: int
+    predict: Predict,
+    groups: Sequence[Rows],
+    kinds: Sequence[str],
+    config: NoiseConfig,
+    mask_id: int,
+    eos_id: int,
+    is_digit_V: Tensor | None = None,
 ) -> list[Record]:
     """Records for each kind and rate; the noise is the same at every call."""
     records: list[Record] = []
     for kind in kinds:
-        for t in RATES:
-            sums = _measure(predict, groups, kind, t, config, mask_id, eos_id)
+        for t in RATES if kind != "causal" else RATES[-1:]:
+            sums = _measure(predict, groups, kind, t, config, mask_id, eos_id, is_digit_V)
             records += [_record(name, t, values) for name, values in sums.items()]
     return records
 
@@ -67,17 +73,24 @@ def mean_ce(records: Sequence[Record]) -> float:
 
 
 def _measure(
-    predict: Predict, groups: Sequence[Rows], kind: str, t: float, config: NoiseConfig, mask_id: int, eos_id: int
+    predict: Predict,
+    groups: Sequence[Rows],
+    kind: str,
+    t: float,
+    config: NoiseConfig,
+    mask_id: int,
+    eos_id: int,
+    is_digit_V: Tensor | None,
 ) -> Mapping[str, list[float]]:
     """Sums over all rows, per place: the noisy part, and behind it."""
     device = groups[0].token_BN.device
     generator = torch.Generator(device=device).manual_seed(round(t * 1000))
-    names = ("uniform",) if kind == "uniform" else ("block", "tail")
+    names = ("block", "tail") if kind == "block" else (kind,)
     sums = {name: torch.zeros(10, dtype=torch.float64, device=device) for name in names}
     for rows in (chunk for group in groups for chunk in _chunks(group)):
         rate_B = torch.full((len(rows.see_B),), t, device=device)
-        noised = noise(rows, {kind: 1.0}, config, mask_id, generator, rate_B)
-        logits = predict(noised.token_BN, rows.see_B)
+        noised = noise(rows, {kind: 1.0}, config, mask_id, generator, rate_B, is_digit_V=is_digit_V)
+        logits = predict(noised.token_BN, reach(rows, {kind: 1.0}))
         for name, place_BN in zip(names, (noised.masked_BN & ~noised.tail_BN, noised.tail_BN)):
             sums[name] += _sums(logits, rows.token_BN, place_BN & _counted(noised), eos_id)
     return {name: values.tolist() for name, values in sums.items()}
