@@ -74,6 +74,7 @@ def test_no_torch_is_needed() -> None:
         ("freedave", ("blocks", "dual", "nested", "even")),
         ("d2f", ("pipeline", "block-causal", "none", "even")),
         ("d2f-uncached", ("pipeline", "recompute", "none", "even")),
+        ("autoregressive", ("pipeline", "block-causal", "none", "even")),
     ],
 )
 def test_the_axes_of_a_row(name: str, axes: tuple[str, ...]) -> None:
@@ -332,8 +333,9 @@ def test_the_real_config_is_weights() -> None:
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
 def test_prefixes_are_shared_where_that_is_exact(method: Method) -> None:
     assert check_prefix_caching(method, False) is False
-    assert check_prefix_caching(method, None) is (method.name == "d2f")
-    if method.name == "d2f":
+    exact = method.name in ("d2f", "autoregressive")
+    assert check_prefix_caching(method, None) is exact
+    if exact:
         assert check_prefix_caching(method, True) is True
         return
     with pytest.raises(MethodError, match=f"enable_prefix_caching=True.*{method.policy!r}.*'block-causal'"):

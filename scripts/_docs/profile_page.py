@@ -127,12 +127,10 @@ def code(result: Result) -> str:
     sampling = '{"threshold": 2.0' if curve["rule"] == "one" else f'{{"threshold": {result["threshold"]:g}'
     lines = [
         "from unmask import Method",
-        "from unmask.cache.budget import BudgetCurve",
-        "from unmask.cache.drift import Drift",
         "",
-        f"policy = {curve['paste']}",
+        f"options = {curve['paste']}",
         f'sampling = {sampling}, "refresh_interval": 50, "answer_interval": 7}}',
-        'method = Method(name="measured", title="Rows as measured", policy=policy, sampling=sampling)',
+        'method = Method(name="measured", title="As measured", policy="drift", options=options, sampling=sampling)',
     ]
     return "\n".join(["```python", *lines, "```"])
 

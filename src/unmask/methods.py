@@ -57,13 +57,16 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "elastic": {"cosine": "heads", "tested": "union", "tripping": "keep", "masks": "window", "run_new": "yes"},
     "tracked": {"mass": "logits", "mass_first_layer": 2, "mass_last_layer": None, "mass_rows": "decode"},
-    "delayed": {"variant": "decode", "shift_type": "un_right"},
+    "delayed": {"variant": "decode", "shift_type": "un_right", "window": 4},
     "two-pass": {"verify_rows": 32, "max_search": 8},
     "one-pass": {"max_search": 8},
     "nested": {"num_drafts": 3, "block_width": 16},
 }
 """What a row may set once for all its requests, by member, with the defaults.
 
+identifier: what tells that a row drifted. ratio: the share of an answer's rows that a layer computes, at the curve's
+peak. curve: how it goes over the layers: the same in all, as published for the network, either (auto), or mu, rho_s,
+rho_p and rho_e as `unmask profile` measures them. rank: numbers of a proxy.
 mass: raw attention logits or softmax weights tell which decided positions matter; summed over the layers from
 mass_first_layer up to mass_last_layer (exclusive; None: all), and over the rows of the decode or the refresh window.
 cosine: the drift of attention is measured between vectors over the heads, or over the keys. tested: whose tracked
@@ -73,8 +76,9 @@ pass committed runs.
 verify_rows: rows of a verification, the context included. max_search: the largest `search` of a request, of which a
 "one-pass" has two rows each but the first.
 variant: rows of tokens are kept once they are known for a pass (decode), those of the prompt for good (prefill), or
-both (pd). shift_type: under shifted logits, which of the row's own token and the one that it scores must be known: both
-(un_right), its own (right), or the other (un).
+both (pd); or all are kept but those of the last pass's tokens, of what is decided next in a random order, and of the
+`window` undecided positions nearest to each of these (greedy). shift_type: under shifted logits, which of the row's own
+token and the one that it scores must be known: both (un_right), its own (right), or the other (un).
 num_drafts: tokens that are tried ahead in a pass. block_width: the longest block of a request.
 """
 MAX_VERIFY_ROWS = 64  # the rows of one verification see each other through a list of this many entries
@@ -138,6 +142,17 @@ class Weights(Protocol):
     def logit_shift(self) -> int: ...
 
 
+def _four_numbers(what: str, value: Any) -> None:
+    """A budget's mu, rho_s, rho_p and rho_e."""
+    four = isinstance(value, (tuple, list)) and [isinstance(x, (int, float)) for x in value] == [True] * 4
+    mu, start, peak, end = value if four else [-1] * 4
+    if not (0 <= mu <= 1 and 0 < start <= peak <= 1 and 0 < end <= peak):
+        raise MethodError(
+            f"{what} must be 'uniform', 'published', 'auto', or four numbers as `unmask profile` measures them: mu from "
+            f"0 to 1, rho_s, rho_p and rho_e above 0 up to 1, and rho_p the largest; got {value!r}"
+        )
+
+
 def _choice(what: str, value: str, known: Iterable[str]) -> None:
     if value not in tuple(known):
         raise MethodError(f"{what} {value!r} is unknown; {nearest(str(value), known)}")
@@ -148,7 +163,7 @@ _ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
     "writes": ("dense", "values", "sparse"),
     "curve": ("uniform", "published", "auto"),
     "ratio": 0.0,
-    "rank": 1,
+    "rank": 2,
     "refresh": ("apart", "together"),
     "warmup": 0,
     "kept": ("all", "chosen"),
@@ -162,8 +177,9 @@ _ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
     "mass_rows": ("decode", "refresh"),
     "mass_first_layer": 0,
     "mass_last_layer": 1,
-    "variant": ("decode", "prefill", "pd"),
+    "variant": ("decode", "prefill", "pd", "greedy"),
     "shift_type": ("un", "un_right", "right"),
+    "window": 0,
     "verify_rows": 2,
     "max_search": 1,
     "num_drafts": 1,
@@ -339,6 +355,9 @@ class Method:
 
     def _check_option_value(self, name: str, value: Any) -> None:
         allowed, what = _ALLOWED[name], f"method {self.name!r}: option {name}"
+        if name == "curve" and not isinstance(value, str):
+            _four_numbers(what, value)
+            return
         if isinstance(allowed, tuple):
             _choice(what, value, allowed)
             return
@@ -645,6 +664,13 @@ _D2F: Mapping[str, Any] = {
     "strict_threshold": True,
     "pipeline_depth": 4,
 }
+_ONE_BY_ONE: Mapping[str, Any] = {
+    "block_length": 1,
+    "tau_add": 1.0,
+    "tau_act": 1.0,
+    "threshold": 2.0,
+    "pipeline_depth": 1,
+}
 
 
 METHODS: Mapping[str, Method] = _table(
@@ -712,6 +738,7 @@ METHODS: Mapping[str, Method] = _table(
     Method(
         name="spa-cache",
         title="The answer's rows whose singular proxies drifted most, more of them in the layers where rows drift more",
+        paper="arXiv 2602.02544",
         policy="drift",
         options={"identifier": "proxy", "writes": "dense", "curve": "auto", "refresh": "together"},
         sampling={**_FAST_DLLM, "refresh_interval": 50, "answer_interval": 7},
@@ -812,6 +839,13 @@ METHODS: Mapping[str, Method] = _table(
         paper="arXiv 2508.09192",
         frontier="pipeline",
         sampling=_D2F,
+    ),
+    Method(
+        name="autoregressive",
+        title="The next token from the left in every pass, for weights that were trained for that",
+        frontier="pipeline",
+        policy="block-causal",
+        sampling=_ONE_BY_ONE,
     ),
 )
 

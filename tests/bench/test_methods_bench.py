@@ -262,5 +262,14 @@ def test_tables_and_a_picture(docs: Any, bench: Bench) -> None:
     assert (docs.ROOT / "docs" / "methods_short.svg").stat().st_size > 0
 
 
+def test_a_page_has_the_rows_of_its_methods(docs: Any, bench: Bench) -> None:
+    rules = [Cell(method="confidence", sampling=rule) for rule in (ONE, {"factor": 1.0}, {"entropy_bound": 0.1})]
+    measured(docs, bench, [*rules, Cell(method="fast-dllm-dual", sampling=ONE)])
+    assert docs.method_results("factor").count("| `confidence` |") == 1  # another row's rule, in the same places
+    assert "| `confidence` | entropy_bound 0.1 |" in docs.method_results("entropy-bound")
+    assert docs.method_results("fast-dllm-prefix", "fast-dllm-dual").count("| `fast-dllm-dual` |") == 1
+    assert docs.method_results("dream").count("Not measured yet.") == 2
+
+
 def test_what_was_left_out_is_said(docs: Any, bench: Bench) -> None:
     assert "Left out for lack of time: 2 of 2 cells" in measured(docs, bench, FEW[:2], seconds=0)

@@ -37,8 +37,8 @@ from unmask.bench.profile_watch import (
 )
 from unmask.bench.results import Results
 from unmask.cache.budget import PUBLISHED, BudgetCurve
-from unmask.cache.drift import Drift
 from unmask.cache.proxy import proxies
+from unmask.engine.axes import Axes
 from unmask.errors import ConfigError, MethodError
 from unmask.models.attention import DenseContext
 from unmask.models.transformer import Transformer
@@ -308,14 +308,15 @@ def test_a_zigzag_is_no_curve() -> None:
 
 def test_what_is_printed_runs() -> None:
     curve = rounded(BudgetCurve(0.61234567, 0.012345678, 0.34567891, 0.11111111))
-    policy = eval(paste(curve, 3), {"Drift": Drift, "BudgetCurve": BudgetCurve})
-    assert policy.ratios == pytest.approx(curve.ratios(3, min_ratio=0))
+    options = eval(paste(curve))
     sampling = {"threshold": 2.0, "refresh_interval": 50, "answer_interval": 7}
-    llm = LLM(network(), method=Method(name="measured", title="as measured", policy=policy, sampling=sampling))
+    llm = LLM(network(), method=Method(name="measured", title="", policy="drift", options=options, sampling=sampling))
+    assert llm.engine.axes.policy.ratios == pytest.approx(curve.ratios(3, min_ratio=0))
     output = llm.generate(PROMPTS, ASKED.params("one"))[0].outputs[0]
     assert output.num_rows < (40 + 14) * output.num_forward_passes
-    with pytest.raises(MethodError, match="curve"):  # words only: numbers come as a policy
-        Method(name="measured", title="as measured", policy="drift", options={"curve": "0.6,0.01,0.3,0.1"})
+    for wrong in ("0.6,0.01,0.3,0.1", (0.6, 0.4, 0.3, 0.1), (0.6, 0.01, 0.3), (1.6, 0.01, 0.3, 0.1), None):
+        with pytest.raises(MethodError, match="curve"):
+            Method(name="measured", title="", policy="drift", options={"curve": wrong})
 
 
 # --- result files
@@ -425,7 +426,7 @@ def test_sections(docs: Any, result: Any) -> None:
     assert made.count("`other`:") == 5
     names: dict[str, Any] = {}
     exec(docs.TABLES["profile-code"]().split("```")[1].removeprefix("python"), names)
-    assert names["method"].policy.ratios == pytest.approx(
+    assert Axes.of(names["method"], network().config).policy.ratios == pytest.approx(
         next(each for each in data["fits"] if each["of"] == "most")["curve"], rel=1e-4
     )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from oracles.golden import tiny_model
 from unmask.cache import proxy
 from unmask.cache.budget import counts
-from unmask.cache.proxy import cosine_drift, load_or_compute, proxies, proxy_file, singular_proxy
+from unmask.cache.proxy import cache_directory, cosine_drift, load_or_compute, proxies, proxy_file, singular_proxy
 from unmask.errors import ConfigError
 from unmask.models.attention import AttentionWeights, DenseContext
 from unmask.models.quantization import quantize_
@@ -38,6 +40,14 @@ REFERENCES = ("tiny-llada", "tiny-dream")
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache of its own for each test."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
 
 
 def value_weight(model: Transformer, layer: int) -> Tensor:
@@ -165,6 +175,26 @@ def test_fewer_rows_are_the_nearest_of_their_number() -> None:
     for rank in (2, 5, 63):
         off = gram(singular_proxy(weight, rank)) - weight.T @ weight
         assert torch.linalg.matrix_norm(off, 2).item() == pytest.approx(single[rank].item() ** 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
+def test_as_exact_as_singular_vectors(shape: tuple[int, int]) -> None:
+    """Singular values over six decades: against LAPACK's own decomposition in fp64. In fp32 Gram matrices lose what
+    is small: the control."""
+    generator = torch.Generator().manual_seed(0)
+    v, _, u = torch.linalg.svd(torch.randn(*shape, generator=generator, dtype=torch.float64), full_matrices=False)
+    single = torch.logspace(0, -6, min(shape), dtype=torch.float64)
+    weight = (v * single) @ u
+    exact = single[:, None] * u
+    exact = torch.where(exact.gather(1, exact.abs().argmax(1, keepdim=True)) < 0, -exact, exact)
+    ours = proxy._leading(weight, min(shape))
+    ours = torch.where(ours.gather(1, ours.abs().argmax(1, keepdim=True)) < 0, -ours, ours)
+    worst = (ours - exact).norm(dim=1) / single
+    assert worst.max() < 1e-3  # the smallest, 1e-6 of the largest; fp32 is 6e-8 of that
+    assert worst[: len(worst) // 2].max() < 1e-8
+    short = proxy._leading(weight.float(), min(shape)).double()
+    short = torch.where(short.gather(1, short.abs().argmax(1, keepdim=True)) < 0, -short, short)
+    assert ((short - exact).norm(dim=1) / single).max() > 0.1
 
 
 def test_signs_are_fixed() -> None:
@@ -371,23 +401,121 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str) -> None:
         assert files(tmp_path) == ["unmask/proxy-float32.safetensors"]
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
-    """No such directory; a file in its place; a file where ours would have its folder."""
-    model = tiny_model("tiny-dream")
+def unwritable(tmp_path: Path) -> list[Path]:
+    """No such directory; a file in its place; a file where ours would have its folder. Not even root may write."""
     (tmp_path / "file").touch()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "unmask").touch()
-    for name in ("missing", "file", "taken"):
-        assert torch.equal(load_or_compute(model, 8, tmp_path / name), proxies(model, 8))
+    return [tmp_path / name for name in ("missing", "file", "taken")]
+
+
+def test_beside_a_checkpoint_that_cannot_be_written_the_users_cache_is_used(
+    tmp_path: Path, cache_home: Path, num_computed: list[float]
+) -> None:
+    """One file for the same weights, wherever they lie; other weights and types have their own."""
+    base, directories = tiny_model("tiny-dream"), unwritable(tmp_path)
+    other = copy.deepcopy(base)
+    value_weight(other, 2)[-1, -1] += 0.5
+    for model in (base, other, copy.deepcopy(base).bfloat16(), quantize_(copy.deepcopy(base), "fp8")):
+        before = len(num_computed)
+        for directory in directories:
+            assert torch.equal(load_or_compute(model, 8, directory), proxies(model, 8))
+        assert len(num_computed) == before + 1
+    assert len(files(cache_home)) == 4
+    assert all(name.startswith("unmask/proxy-") for name in files(cache_home))
+
+
+def test_what_is_kept_beside_the_checkpoint_goes_first(tmp_path: Path, cache_home: Path) -> None:
+    """Also for a larger rank, once it can be written there."""
+    model = tiny_model("tiny-dream")
+    load_or_compute(model, 4, tmp_path)
+    assert files(cache_home) == []
+    load_or_compute(model, 8, tmp_path)
+    assert stored_shape(proxy_file(model, tmp_path)) == [3, 8, 64]
+    assert files(cache_home) == []
+
+
+def test_a_foreign_file_beside_the_checkpoint_is_no_news_where_the_users_cache_has_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_computed: list[float]
+) -> None:
+    model, other = tiny_model("tiny-dream"), copy.deepcopy(tiny_model("tiny-dream"))
+    value_weight(other, 0)[0, 0] += 0.5
+    load_or_compute(other, 8, tmp_path)
+    # As a checkpoint that somebody else filled and we may not write to.
+    write = proxy._write
+    monkeypatch.setattr(proxy, "_write", lambda path, *rest: tmp_path not in path.parents and write(path, *rest))
+    with pytest.warns(UserWarning, match="other value weights"):
+        load_or_compute(model, 8, tmp_path)
+    assert torch.equal(load_or_compute(model, 8, tmp_path), proxies(model, 8))  # found: no warning
+    assert len(num_computed) == 2
+
+
+def test_a_damaged_file_in_the_users_cache_is_replaced(tmp_path: Path, cache_home: Path) -> None:
+    model, directory = tiny_model("tiny-dream"), unwritable(tmp_path)[0]
+    want = load_or_compute(model, 8, directory)
+    (name,) = files(cache_home)
+    (cache_home / name).write_bytes(b"no tensors here")
+    with pytest.warns(UserWarning, match="cannot be read .* its proxies are computed again"):
+        assert torch.equal(load_or_compute(model, 8, directory), want)
+    assert torch.equal(load_or_compute(model, 8, directory), want)
+    assert files(cache_home) == [name]
+
+
+@pytest.mark.parametrize("said", ["", "relative/path", None])
+def test_the_users_cache(said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative XDG_CACHE_HOME is ignored, as its specification wants."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if said is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", said)
+    assert cache_directory() == tmp_path / ".cache" / "unmask"
+    load_or_compute(tiny_model("tiny-dream"), 4, tmp_path / "missing")
+    (name,) = files(tmp_path)
+    assert name.startswith(".cache/unmask/proxy-")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert cache_directory() == Path("/elsewhere/unmask")
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_computed: list[float]
+) -> None:
+    """Nor without a home."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    model = tiny_model("tiny-dream")
+    directories = unwritable(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for directory in directories:
+        assert torch.equal(load_or_compute(model, 8, directory), proxies(model, 8))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert torch.equal(load_or_compute(model, 8, directories[0]), proxies(model, 8))
+    assert len(num_computed) == 4
     assert files(tmp_path) == ["file", "taken/unmask"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_checkpoint(tmp_path: Path) -> None:
+def test_a_read_only_checkpoint(tmp_path: Path, cache_home: Path) -> None:
     model = tiny_model("tiny-dream")
     tmp_path.chmod(0o555)
     assert torch.equal(load_or_compute(model, 8, tmp_path), proxies(model, 8))
     assert files(tmp_path) == []
+    assert len(files(cache_home)) == 1
+
+
+def test_many_writers_at_once(tmp_path: Path) -> None:
+    """Of several ranks: whoever comes last, the file is whole, and nothing lies beside it."""
+    model, ranks = tiny_model("tiny-dream"), (2, 4, 8, 16)
+    want = {rank: proxies(model, rank) for rank in ranks}
+    with ThreadPoolExecutor(8) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = pool.map(lambda rank: (rank, load_or_compute(model, rank, tmp_path)), ranks * 10)
+        assert all(torch.equal(made, want[rank]) for rank, made in got)
+    assert files(tmp_path) == ["unmask/proxy-float32.safetensors"]
+    assert stored_shape(proxy_file(model, tmp_path))[1] in ranks
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.test_served_golden import LLADA, commits, load
 from oracles.golden import tiny_model
 from unmask import LLM, SamplingParams
 from unmask.cache import drift as module
+from unmask.cache import proxy
 from unmask.cache.budget import counts
 from unmask.cache.drift import Drift, DriftGate, Kinds
 from unmask.core.canvas import Canvas
+from unmask.engine.graphs import FixedSteps
 from unmask.engine.outputs import CompletionOutput
 from unmask.errors import MethodError
 from unmask.eval.continuous import Way, compare
 from unmask.methods import Method
+from unmask.models.loading import resolve_checkpoint
 
 DLLM = {"identifier": "value", "writes": "values", "refresh": "apart"}
 SPA = {"identifier": "proxy", "writes": "dense", "refresh": "together"}
@@ -181,6 +187,57 @@ def test_rows_are_counted_by_what_the_layers_compute() -> None:
     num_layers = llm.model.config.num_layers
     partial = (16 + (num_layers - 1) * 4) / num_layers
     assert abs(out.num_rows - (26 + 15 * partial)) <= 15 * 0.5
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["ragged", "fixed"])
+@pytest.mark.parametrize("model", ["tiny-llada", "tiny-dream"])
+def test_viewers_see_what_was_recomputed(model: str, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a layer behind the first, which computes every row of the answer: the control."""
+    watch, llm = Watch(monkeypatch), engine(model, row(model, ratio=0.2, **DLLM))
+    if fixed:
+        llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=lambda step: step)
+    params = SamplingParams(max_tokens=24, steps=12, answer_interval=5, ignore_eos=True)
+    canvases = [each.canvas for each in llm.stream({"prompt_token_ids": [5, 6, 7, 8]}, params, canvas=True)]
+    shown = [[cell.recomputed for cell in cells] for cells in canvases if cells is not None]
+    passes = [layers for layers in watch.passes if layers[0]]
+    unions = [set[int]().union(*layers[1:]) for layers in passes]
+    assert shown == [[4 + n in union for n in range(24)] for union in unions]
+    firsts = [[4 + n in layers[0] for n in range(24)] for layers in passes]
+    assert [shown[n] == firsts[n] for n in range(12)] == [n % 5 == 0 for n in range(12)]
+
+
+# --- proxies from start to start
+
+
+def test_a_checkpoint_keeps_its_proxies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own and networks without a directory keep nothing, and other weights have their own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    made: list[float] = []
+    plain = proxy.proxies
+    monkeypatch.setattr(proxy, "proxies", lambda *given: made.append(given[1]) or plain(*given))
+    ours = resolve_checkpoint("unmask-mini")
+    before, directory = sorted(ours.rglob("*")), tmp_path / "checkpoint"
+    shutil.copytree(ours, directory)
+    first, second = (LLM(directory, method="spa-cache", device="cpu") for _ in range(2))
+    assert len(made) == 1
+    policies = [llm.engine.axes.policy for llm in (first, second)]
+    assert all(isinstance(each, Drift) and each.proxies is not None for each in policies)
+    assert torch.equal(policies[0].proxies, policies[1].proxies)  # type: ignore[attr-defined]
+    assert (directory / "unmask" / "proxy-float32.safetensors").exists()
+    LLM(method="spa-cache", device="cpu")
+    LLM(first.model, method="spa-cache", tokenizer=first.tokenizer)
+    assert len(made) == 3
+    assert sorted(ours.rglob("*")) == before
+    assert not (tmp_path / "home").exists()
+    LLM(directory, method="dllm-cache", device="cpu")  # asks for none
+    LLM(directory, method=row("tiny-llada", rank=8, **SPA), device="cpu")  # the first rows of what is there
+    assert len(made) == 3
+    weights = load_file(directory / "model.safetensors")
+    name = next(each for each in weights if "v_proj" in each)
+    save_file(weights | {name: weights[name] * 2}, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="other value weights"):
+        LLM(directory, method="spa-cache", device="cpu")
+    assert len(made) == 4
 
 
 # --- the ends of the range

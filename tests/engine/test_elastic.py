@@ -228,6 +228,21 @@ def test_a_layer_that_always_trips_and_is_redone_is_no_cache(model: str, masks: 
     assert kept.num_rows * got.num_steps < got.num_rows * kept.num_steps
 
 
+def test_viewers_see_what_was_recomputed() -> None:
+    """Of passes that trip everything, of others what ran in all layers alike."""
+    method = dataclasses.replace(METHODS["elastic-cache"], name="own")
+    llm = LLM(tiny_model("tiny-llada"), method=method, tokenizer=None)
+    gates, gate = list[ElasticGate](), llm.engine.axes.policy.gate
+    llm.engine.axes.policy.gate = lambda *given: gates.append(gate(*given)) or gates[-1]  # type: ignore[method-assign]
+    said = SamplingParams(max_tokens=24, decode_window=3, threshold=0.5, drift_threshold=0.9, ignore_eos=True)
+    canvases = [each.canvas for each in llm.stream({"prompt_token_ids": [5, 6, 7, 8]}, said, canvas=True)]
+    shown = [[cell.recomputed for cell in cells] for cells in canvases if cells is not None]
+    ran = [each.plan.pos_M[torch.cat(each.computed)].tolist() for each in gates]
+    assert shown == [[4 + n in positions for n in range(24)] for positions in ran]
+    assert any(all(each) for each in shown[1:])
+    assert not all(all(each) for each in shown)
+
+
 def test_nothing_is_tested_where_nothing_is_tracked() -> None:
     """Then the similarity is 1: above 1 a threshold trips all the same."""
     case = BY_NAME["heads-union"]

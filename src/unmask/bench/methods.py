@@ -261,7 +261,7 @@ def place(cell: Cell, config: ModelConfig, max_tokens: int) -> str | None:
     """Where it may decide and by which rule: cells alike in this differ in what they keep and try only. None for one
     that is refused."""
     try:
-        values, frontier = cell.values(config, max_tokens), cell.row().frontier
+        values, frontier = cell.values(config, max_tokens), cell.row().kinds[0]
     except ConfigError:
         return None
     names = (*RULE_FIELDS, *FRONTIERS[frontier])

@@ -298,7 +298,7 @@ def fitted(share_L: Sequence[float]) -> dict[str, Any]:
         "residual": _log_error(share_L, ratio_L),
         "residual_flat": _log_error(share_L, [flat] * len(share_L)),
         "worst": max(abs(a - b) for a, b in zip(share_L, ratio_L)),
-        "paste": paste(curve, len(share_L)),
+        "paste": paste(curve),
     }
 
 
@@ -313,7 +313,7 @@ def _log_error(share_L: Sequence[float], ratio_L: Sequence[float]) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-def paste(curve: BudgetCurve, num_layers: int) -> str:
-    """The policy of a method with this budget, as Python."""
-    numbers = ", ".join(f"{name}={getattr(curve, name):g}" for name in ("mu", "rho_s", "rho_p", "rho_e"))
-    return f"Drift(BudgetCurve({numbers}).ratios({num_layers}, min_ratio=0))"
+def paste(curve: BudgetCurve) -> str:
+    """What a row of policy "drift" says for this budget, as Python."""
+    numbers = ", ".join(f"{getattr(curve, name):g}" for name in ("mu", "rho_s", "rho_p", "rho_e"))
+    return f'{{"curve": ({numbers}), "ratio": {curve.rho_p:g}}}'

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unmask import ops
 from unmask.cache.context import PagedContext
-from unmask.cache.policy import CachePolicy, Limits, SeatLimits, first_or_every
+from unmask.cache.policy import CachePolicy, Limits, SeatLimits, first_or_every, rows_a_layer
 from unmask.cache.pool import PagePool, PlaneSpec
 from unmask.cache.proxy import cosine_drift
 from unmask.core.canvas import Canvas
@@ -92,8 +92,7 @@ class Drift(CachePolicy):
 
     def kinds(self, canvas: Canvas, limits: Intervals) -> Kinds:
         """By the request's own count of passes."""
-        prompt_S = first_or_every(canvas, limits.interval_S)
-        answer_S = first_or_every(canvas, limits.answer_interval_S)
+        prompt_S, answer_S = first_or_every(canvas, torch.stack((limits.interval_S, limits.answer_interval_S)))
         if self.together:
             prompt_S = prompt_S | (canvas.pass_S <= self.warmup)
             answer_S = answer_S | prompt_S
@@ -112,7 +111,8 @@ class Drift(CachePolicy):
         return canvas.pos_1N() >= canvas.prompt_S[:, None]
 
     def rows(self, canvas: Canvas, candidate_SN: Tensor, limits: Limits) -> Tensor:  # noqa: ARG002
-        run_SN = self._answer(canvas) | self.must(canvas, limits)  # type: ignore[arg-type]
+        """The answer, chosen from or not, and the prompt where it is renewed."""
+        run_SN = self._answer(canvas) | self.kinds(canvas, limits).prompt_S[:, None]  # type: ignore[arg-type]
         if self.shift and not self.together:  # the row that scores the answer's first position goes along
             run_SN = run_SN | (canvas.pos_1N() >= canvas.prompt_S[:, None] - self.shift)
         return canvas.visible_SN() & run_SN
@@ -148,13 +148,16 @@ class DriftGate:
         self.num_computed_S = torch.zeros_like(plan.num_rows_S)
         """Rows computed, summed over layers."""
         self.chosen: list[Tensor] = []
-        """bool [M] by layer; for tests."""
+        """bool [M] by layer."""
 
     @property
     def num_rows_S(self) -> Tensor:
-        """Rows a layer, on average, rounded."""
-        num_layers = len(self.pool.k)
-        return (2 * self.num_computed_S + num_layers) // (2 * num_layers)
+        return rows_a_layer(self.num_computed_S, len(self.pool.k))
+
+    @property
+    def ran_M(self) -> Tensor:
+        """bool [M]: rows that a layer behind the first computed. The first computes them all, and says nothing."""
+        return torch.stack(self.chosen[1:] or self.chosen).any(0)
 
     def run(self, layer: Layer, x_MD: Tensor) -> Tensor:
         """The stream behind this layer."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unmask.cache.context import PagedContext
-from unmask.cache.policy import CachePolicy, Limits, SeatLimits
+from unmask.cache.policy import CachePolicy, Limits, SeatLimits, rows_a_layer
 from unmask.cache.pool import PagePool, PlaneSpec
 from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan, at_rows
@@ -162,10 +162,14 @@ class ElasticGate:
 
     @property
     def num_rows_S(self) -> Tensor:
-        """Rows a layer, on average, rounded."""
-        num_layers = len(self.pool.k)
-        rounded = [(2 * count + num_layers) // (2 * num_layers) for count in self._num_computed]
-        return self.plan.num_rows_S.new_tensor(rounded)
+        return rows_a_layer(self.plan.num_rows_S.new_tensor(self._num_computed), len(self.pool.k))
+
+    @property
+    def ran_M(self) -> Tensor:
+        """bool [M]: rows that a layer computed. Their number never falls from layer to layer, so that the last has
+        them all."""
+        ran_M = torch.zeros_like(self.plan.seat_M, dtype=torch.bool)
+        return ran_M.index_fill_(0, self.computed[-1], True)
 
     def run(self, layer: Layer, x_MD: Tensor) -> Tensor:
         """The stream behind this layer; rows that it did not compute hold nothing of use."""

@@ -66,6 +66,11 @@ class CachePolicy:
         """
         raise NotImplementedError
 
+    def most_rows_left(self, prompt: int, answer: int, reach: int, limits: SeatLimits, undecided: int) -> int:  # noqa: ARG002
+        """The same of a request of whose positions ``undecided`` were so before its last pass: what was decided in
+        that one may run in the next. Less than `most_rows` only where rows become fewer as the answer fills."""
+        return self.most_rows(prompt, answer, reach, limits)
+
     def counted(self, canvas: Canvas, candidate_SN: Tensor, limits: Limits) -> Tensor:  # noqa: ARG002
         """bool [S, N]: whose attention counts as mass."""
         return candidate_SN
@@ -96,6 +101,11 @@ def _first_or_interval(canvas: Canvas, limits: Limits) -> Tensor:
 def first_or_every(canvas: Canvas, interval_S: Tensor) -> Tensor:
     """bool [S]: the first pass, and every so many; by the request's own count, never the engine's."""
     return (canvas.pass_S == 0) | ((interval_S > 0) & (canvas.pass_S % interval_S.clamp(min=1) == 0))
+
+
+def rows_a_layer(num_computed_S: Tensor, num_layers: int) -> Tensor:
+    """int64 [S]: rows that a layer computed on average, rounded, of their sum over the layers."""
+    return (2 * num_computed_S + num_layers) // (2 * num_layers)
 
 
 class Recompute(CachePolicy):

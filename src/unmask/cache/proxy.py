@@ -4,7 +4,7 @@ A layer's value weight without its bias is W = V S U^T. The proxy of a normed ro
 S U^T: V turns all values alike and leaves every inner product as it is, so that with r = kv_out proxies have exactly
 the cosines of the values, and with fewer the least error in the inner products.
 
-D hidden size, kv_out width of all value heads of a layer, r rows of the proxy, L layers
+D hidden size, kv_out (V) width of all value heads of a layer, r (R) rows of the proxy, L layers
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from unmask.models.transformer import Transformer
 from unmask.ops import Fp8Weight
 
 FOLDER = "unmask"
-"""Beside config.json, files are not safe: other engines take every *.safetensors there for weights of the model."""
+"""Below a checkpoint, and below the user's cache. Beside config.json itself files are not safe: other engines take
+every *.safetensors there for weights of the model."""
 TENSOR = "proxy"
 FORMAT = "unmask singular proxy 1"
 """Part of the digest: another number makes files of an earlier definition stale."""
@@ -45,10 +46,25 @@ def singular_proxy(value_weight: Tensor, rank: float) -> Tensor:
         ConfigError: a rank out of its range.
     """
     num_rows = _num_rows(rank, value_weight.shape)
-    _, s_R, u_RD = torch.linalg.svd(value_weight.detach().float(), full_matrices=False)
-    proxy_RD: Tensor = s_R[:num_rows, None] * u_RD[:num_rows]
+    proxy_RD = _leading(value_weight.detach().double(), num_rows).float()
     largest_R1 = proxy_RD.gather(1, proxy_RD.abs().argmax(1, keepdim=True))
     return torch.where(largest_R1 < 0, -proxy_RD, proxy_RD)
+
+
+def _leading(weight_VD: Tensor, num_rows: int) -> Tensor:
+    """S U^T of the weight V S U^T, its first rows, from the eigenvectors of the smaller of its two Gram matrices.
+
+    In fp64 these are more exact than singular vectors in fp32 wherever a singular value is over 1e-8 of the largest:
+    squaring costs a factor of half their ratio, and the type gives 5e8. Signs are arbitrary.
+    """
+    if weight_VD.shape[0] <= weight_VD.shape[1]:
+        _, v_VV = torch.linalg.eigh(weight_VD @ weight_VD.T)  # ascending
+        v_VR: Tensor = v_VV.flip(1)[:, :num_rows]
+        return v_VR.T @ weight_VD
+    _, u_DD = torch.linalg.eigh(weight_VD.T @ weight_VD)
+    u_DR: Tensor = u_DD.flip(1)[:, :num_rows]
+    proxy_RD: Tensor = ((weight_VD @ u_DR).norm(dim=0) * u_DR).T
+    return proxy_RD
 
 
 def _num_rows(rank: float, shape: torch.Size) -> int:
@@ -110,11 +126,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def load_or_compute(model: Transformer, rank: float, directory: str | Path | None = None) -> Tensor:
-    """`proxies(model, rank)`, kept below the checkpoint's ``directory`` from one start to the next.
+    """`proxies(model, rank)`, kept from one start to the next: below the checkpoint's ``directory``, or where that
+    cannot be written (it is shared, or read-only) in the user's cache (`cache_directory`).
 
-    The file holds the largest rank asked so far; a smaller one is its first rows. It is read if it belongs to these
-    value weights, digit by digit; otherwise a warning says so, and it is replaced. Where nothing can be written
-    (a shared or read-only checkpoint) nothing is kept. None keeps nothing.
+    A file holds the largest rank asked so far; a smaller one is its first rows. It is read if it belongs to these
+    value weights, digit by digit; if none does, a warning says so, and it is replaced. A ``directory`` of None keeps
+    nothing.
 
     Raises:
         ConfigError: a rank out of its range.
@@ -123,12 +140,23 @@ def load_or_compute(model: Transformer, rank: float, directory: str | Path | Non
     num_rows = _num_rows(rank, shape)
     if directory is None:
         return proxies(model, rank)
-    path, digest = proxy_file(model, directory), _digest(model)
-    kept = _read(path, digest, (model.config.num_layers, num_rows, model.config.hidden_size))
-    if kept is not None:
-        return kept.to(model.head.device)
+    digest = _digest(model)
+    paths = [proxy_file(model, directory)]
+    if (cache := cache_directory()) is not None:
+        paths.append(cache / f"{TENSOR}-{digest[:32]}.safetensors")
+    wanted, unfit = (model.config.num_layers, num_rows, model.config.hidden_size), list[str]()
+    for path in paths:
+        try:
+            kept = _read(path, digest, wanted)
+        except _UnfitError as error:
+            unfit.append(f"{path} {error}")
+        else:
+            if kept is not None:
+                return kept.to(model.head.device)
+    for why in unfit:
+        warnings.warn(f"{why}: its proxies are computed again", stacklevel=2)
     made = proxies(model, rank)
-    _write(path, digest, made)
+    any(_write(path, digest, made) for path in paths)  # up to the first that can be written
     return made
 
 
@@ -138,6 +166,21 @@ def proxy_file(model: Transformer, directory: str | Path) -> Path:
     weight = next(_value_weights(model))
     dtype = weight.value_ND.dtype if isinstance(weight, Fp8Weight) else weight.dtype
     return Path(directory) / FOLDER / f"{TENSOR}-{str(dtype).removeprefix('torch.')}.safetensors"
+
+
+def cache_directory() -> Path | None:
+    """The user's cache: below XDG_CACHE_HOME if that is an absolute path, as its specification has it, else below
+    ~/.cache; None for a user without a home. Files there are named by the digest of their weights: all checkpoints
+    share the folder."""
+    said = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (said if said.is_absolute() else Path.home() / ".cache") / FOLDER
+    except RuntimeError:
+        return None
+
+
+class _UnfitError(Exception):
+    """Why a file that is there cannot be used."""
 
 
 def _digest(model: Transformer) -> str:
@@ -152,7 +195,11 @@ def _digest(model: Transformer) -> str:
 
 
 def _read(path: Path, digest: str, shape: tuple[int, int, int]) -> Tensor | None:
-    """The first rows of the stored proxies, [L, r, D]; None without a file that holds as many for these weights."""
+    """The first rows of the stored proxies, [L, r, D]; None without a file, or if it holds fewer.
+
+    Raises:
+        _UnfitError: the file is damaged, or belongs to other weights.
+    """
     num_layers, num_rows, width = shape
     try:
         if not path.exists():
@@ -160,32 +207,27 @@ def _read(path: Path, digest: str, shape: tuple[int, int, int]) -> Tensor | None
         with safe_open(path, framework="pt", device="cpu") as file:
             found = (file.metadata() or {}).get("digest")
             if found != digest:
-                _ignore(path, f"belongs to other value weights (digest {str(found)[:12]}, here {digest[:12]})")
-                return None
+                raise _UnfitError(f"belongs to other value weights (digest {str(found)[:12]}, here {digest[:12]})")
             rows = file.get_slice(TENSOR)
             stored = rows.get_shape()
             if [*stored[:1], *stored[2:]] != [num_layers, width] or rows.get_dtype() != "F32":
-                _ignore(path, f"holds {rows.get_dtype()} {stored}, not F32 [{num_layers}, r, {width}]")
-                return None
+                raise _UnfitError(f"holds {rows.get_dtype()} {stored}, not F32 [{num_layers}, r, {width}]")
             return cast(Tensor, rows[:, :num_rows]) if stored[1] >= num_rows else None
     except (SafetensorError, OSError) as error:
-        _ignore(path, f"cannot be read ({error})")
-        return None
+        raise _UnfitError(f"cannot be read ({error})") from error
 
 
-def _ignore(path: Path, why: str) -> None:
-    warnings.warn(f"{path} {why}: its proxies are computed again", stacklevel=4)
-
-
-def _write(path: Path, digest: str, proxy_LRD: Tensor) -> None:
-    """Under another name first: a crash, or another process at it, must not leave half a file."""
+def _write(path: Path, digest: str, proxy_LRD: Tensor) -> bool:
+    """Whether it was written. Under another name first: a crash, or another process at it, must not leave half a file.
+    The folder above ours must be there, but for the user's cache, whose folders may never have been made."""
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=path.parent == cache_directory())
         try:
             save_file({TENSOR: proxy_LRD.cpu().contiguous()}, partial, metadata={"format": "pt", "digest": digest})
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
     except (SafetensorError, OSError):
-        return  # what is not kept is computed again at the next start
+        return False  # what is not kept is computed again at the next start
+    return True

@@ -4,9 +4,9 @@ An undecided cell is a dim ``░``, one just committed is bright, a settled one 
 when it was committed, from amber (unlikely) to green (sure). The first end of text is a dim ``∎``; nothing after it
 belongs to the answer.
 
-Methods that do not recompute everything show what ran in the last pass: settled cells that did are shaded, undecided
-ones that did not are ``·``. Of methods with several blocks in flight an undecided cell shows its block's state, and a
-dim line stands behind the blocks that are complete.
+Methods that do not recompute everything show what was recomputed in the last pass (where layers choose rows, by any
+that does choose): settled cells that were are shaded, undecided ones that were not are ``·``. Of methods with several
+blocks in flight an undecided cell shows its block's state, and a dim line stands behind the blocks that are complete.
 """
 
 from __future__ import annotations

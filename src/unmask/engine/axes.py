@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from unmask.cache.budget import published, uniform
+from unmask.cache.budget import BudgetCurve, published, uniform
 from unmask.cache.context import MassSpec
 from unmask.cache.delayed import Delayed
 from unmask.cache.drift import Drift
 from unmask.cache.elastic import Elastic
 from unmask.cache.policy import BlockCausal, CachePolicy, Dual, Prefix, Recompute, Tracked
-from unmask.cache.proxy import proxies
+from unmask.cache.proxy import load_or_compute
 from unmask.decoding.drafter import Drafter, Nested, TwoPass
 from unmask.decoding.frontier import Blocks, BlockWindow, Frontier, Pipeline, Whole, Window
 from unmask.decoding.one_pass import OnePass
+from unmask.engine.order import RandomOrder
 from unmask.errors import ConfigError
 from unmask.methods import Method, leads
 from unmask.models.config import ModelConfig
@@ -32,10 +34,11 @@ class Axes:
     drafter: Drafter
 
     @classmethod
-    def of(cls, method: Method, config: ModelConfig, model: Any = None) -> Axes:
+    def of(cls, method: Method, config: ModelConfig, model: Any = None, checkpoint: Path | None = None) -> Axes:
         """The members of a row, for these weights; objects as they are. A member that looks at weights needs the
-        ``model`` itself to run; its sizes are known without."""
-        return cls(_frontier(method, config), _policy(method, config, model), _drafter(method))
+        ``model`` itself to run; its sizes are known without. What it works out of them is kept below the directory
+        ``checkpoint``, if there is one."""
+        return cls(_frontier(method, config), _policy(method, config, model, checkpoint), _drafter(method))
 
 
 def _frontier(method: Method, config: ModelConfig) -> Frontier:
@@ -52,7 +55,7 @@ def _frontier(method: Method, config: ModelConfig) -> Frontier:
     return members[method.frontier]()
 
 
-def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
+def _policy(method: Method, config: ModelConfig, model: Any, checkpoint: Path | None) -> CachePolicy:
     if not isinstance(method.policy, str):
         own: CachePolicy = method.policy
         return own
@@ -68,10 +71,14 @@ def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
         "dual": Dual,
         "tracked": tracked,
         "delayed": lambda: Delayed(
-            variant=method.option("variant"), shift_type=method.option("shift_type"), shift=config.logit_shift
+            variant=method.option("variant"),
+            shift_type=method.option("shift_type"),
+            shift=config.logit_shift,
+            window=method.option("window"),
+            order=RandomOrder(drafted=method.kinds[2] != "none"),
         ),
         "block-causal": BlockCausal,
-        "drift": lambda: _drift(method, config, model),
+        "drift": lambda: _drift(method, config, model, checkpoint),
         "elastic": lambda: Elastic(
             cosine=method.option("cosine"),
             tested=method.option("tested"),
@@ -83,14 +90,14 @@ def _policy(method: Method, config: ModelConfig, model: Any) -> CachePolicy:
     return members[method.policy]()
 
 
-def _drift(method: Method, config: ModelConfig, model: Any) -> Drift:
+def _drift(method: Method, config: ModelConfig, model: Any, checkpoint: Path | None) -> Drift:
     kv_size = config.num_kv_heads * config.head_dim
     rank = min(method.option("rank"), kv_size, config.hidden_size)
     wants_proxies = method.option("identifier") == "proxy" and model is not None
     return Drift(
         _ratios(method, config),
         identifier=method.option("identifier"),
-        proxies=proxies(model, rank).to(model.head.device) if wants_proxies else None,
+        proxies=load_or_compute(model, rank, checkpoint).to(model.head.device) if wants_proxies else None,
         rank=rank,
         writes=method.option("writes"),
         together=method.option("refresh") == "together",
@@ -102,10 +109,12 @@ def _drift(method: Method, config: ModelConfig, model: Any) -> Drift:
 
 
 def _ratios(method: Method, config: ModelConfig) -> list[float]:
-    """Of the answer's rows, by layer; a published curve is scaled to the ratio at its peak."""
-    ratio, num_layers = method.option("ratio"), config.num_layers
+    """Of the answer's rows, by layer; a curve is scaled to the ratio at its peak."""
+    ratio, num_layers, said = method.option("ratio"), config.num_layers, method.option("curve")
+    if not isinstance(said, str):
+        return BudgetCurve(*said).ratios(num_layers, max_ratio=ratio, min_ratio=0)
     curve = PUBLISHED_FOR.get((config.family, num_layers))
-    if method.option("curve") == "uniform" or (method.option("curve") == "auto" and curve is None):
+    if said == "uniform" or (said == "auto" and curve is None):
         return uniform(num_layers, ratio)
     if curve is None:
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from unmask.cache.prefix import Prefix, PrefixCache
 from unmask.config import EngineConfig
 from unmask.core import layout
 from unmask.core.canvas import SEALED, Canvas
+from unmask.decoding.drafter import Drafter
 from unmask.decoding.params import DecodeParams
 from unmask.engine.axes import Axes
 from unmask.engine.graphs import FixedSteps, Messages
@@ -74,25 +76,29 @@ class Engine:
         max_model_len: int,
         decoder: Decoder | None,
         unknown_ids: list[int],
+        checkpoint: Path | None = None,
     ) -> None:
+        """``checkpoint`` is the directory that the model was loaded from, which keeps what is worked out of it."""
         check_weights(method, model.config, allow=config.allow_attention_mismatch)
         ops.check_kernels(config.kernels)
         self.model, self.method, self.config, self.decoder = model, method, config, decoder
         self.device = model.head.device
         self.stats = Stats()
-        self.axes = Axes.of(method, model.config, model)
+        self.axes = Axes.of(method, model.config, model, checkpoint)
         self.pool: PagePool = make_pool(
             model, config, num_seats=_bucket(config.max_num_seqs), max_model_len=max_model_len, axes=self.axes
         )
         self.prefixes = PrefixCache(self.pool) if check_prefix_caching(method, config.enable_prefix_caching) else None
         self._found: dict[Answer, Prefix | None] = {}
         """What was known of an answer's prompt when it was seated, or last tried to be."""
+        self._undecided: dict[Answer, tuple[int, int]] = {}
+        """Undecided positions of a seated answer before and after the last pass that the host knows of."""
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
             rows_of=self._most_rows,
             reserve=self._reserve_pages,
-            max_refresh=2 * max_model_len,  # a guided request's two canvases
+            max_refresh=2 * (max_model_len + self._beside),  # a guided request's two canvases
         )
         self.step_program = Step(
             model,
@@ -150,6 +156,7 @@ class Engine:
     def abort(self, answer: Answer) -> None:
         """Forget an answer, wherever it is; others are not touched. Nothing happens if it is done."""
         self._found.pop(answer, None)
+        self._undecided.pop(answer, None)
         for seat in self.scheduler.release(answer):
             self._free(seat)
 
@@ -198,7 +205,8 @@ class Engine:
         rows, due = torch.stack((look.run_SN.sum(1), look.due_S.long())).tolist()
         for answer in self.scheduler.running:
             answer.due = bool(due[answer.seat])
-        return self.scheduler.grant(rows, [bool(each) for each in due])
+        wanted = [each + self._beside if each else 0 for each in rows]
+        return self.scheduler.grant(wanted, [bool(each) for each in due])
 
     # --- one step with replays: ordinary passes in fixed shape, refreshes beside them
 
@@ -234,13 +242,14 @@ class Engine:
         self._messages.send(running, [source[:num_seats] for source in sources])
 
     def _budgets(self, running: Sequence[Answer]) -> Budgets:
-        """Rows and candidates that suffice for each of them, in steps: every size is captured by itself."""
-        num_rows = max(self._most_rows(answer) // answer.num_seats for answer in running)
-        num_scored = max(self._reach(answer) for answer in running)
-        num_rows = _round_up(num_rows, 16 if num_rows <= 256 else 64)
-        return Budgets(
-            min(num_rows, self.canvas.capacity), min(_round_up(num_scored, 16), self.canvas.capacity), refreshes=False
-        )
+        """Rows and candidates that suffice for each of them, in steps: every size is captured by itself. Where rows
+        become fewer as the answers fill, half the size follows, and a quarter."""
+        most, left = (max(self._canvas_rows(each, left=left) for each in running) for left in (False, True))
+        most = min(_round_up(most, 16 if most <= 256 else 64), self.canvas.capacity)
+        num_rows = next(rows for rows in (_round_up(-(-most // part), 16) for part in (4, 2, 1)) if rows >= left)
+        # A row scores one position; under shifted logits the first row scores two, and the kept one another.
+        num_scored = min(max(map(self._reach, running)), num_rows + 2 * self.model.config.logit_shift)
+        return Budgets(num_rows, min(_round_up(num_scored, 16), self.canvas.capacity), refreshes=False)
 
     def _catch_up(self) -> None:
         while self._messages:
@@ -258,9 +267,21 @@ class Engine:
         """Most candidates of a pass."""
         return self.axes.frontier.reach(len(answer.answer_ids), answer.block_length, answer.seat_params)
 
+    def _canvas_rows(self, answer: Answer, *, left: bool = False) -> int:
+        """Most canvas rows of each of its seats in an ordinary pass; ``left``: in those that are left."""
+        canvas = len(answer.prompt_ids), len(answer.answer_ids), self._reach(answer), answer.seat_params
+        policy = self.axes.policy
+        return policy.most_rows_left(*canvas, self._undecided[answer][0]) if left else policy.most_rows(*canvas)
+
     def _most_rows(self, answer: Answer) -> int:
-        prompt, num_answer, p = len(answer.prompt_ids), len(answer.answer_ids), answer.seat_params
-        return self.axes.policy.most_rows(prompt, num_answer, self._reach(answer), p) * answer.num_seats
+        """Most rows of an ordinary pass, or of the drafter's second one, all its seats together."""
+        return max(self._canvas_rows(answer) + self._beside, self.axes.drafter.num_second) * answer.num_seats
+
+    @property
+    def _beside(self) -> int:
+        """Most scratch rows of a seat beside those of the canvas: none of a drafter that only has a pass of its own."""
+        drafter = self.axes.drafter
+        return 0 if type(drafter).scratch is Drafter.scratch else drafter.num_scratch
 
     def _reserve_pages(self, answer: Answer) -> bool:
         """Pages for the whole canvas of every seat of an answer, or none."""
@@ -295,6 +316,7 @@ class Engine:
             self.canvas.place(answer.twin, token_N, prompt=prompt, block_N=block_N, leader=answer.seat)
         self.params.write(answer.seat, answer.seat_params, twin=answer.twin)
         answer.due, answer.num_steps = self.axes.policy.refreshes, 0
+        self._undecided[answer] = (answer.length, answer.length)
         if (prefix := self._found.get(answer)) is not None:
             self._use_prefix(answer.seat, prompt, prefix)
 
@@ -360,6 +382,7 @@ class Engine:
             if row["num_steps"] == answer.num_steps:  # it was due, and stood still
                 continue
             answer.num_steps = row["num_steps"]
+            self._undecided[answer] = (self._undecided[answer][1], row["num_undecided"])
             complete = row["num_undecided"] == 0
             if answer.num_steps == 1 and not late:
                 self._keep_prefix(answer)

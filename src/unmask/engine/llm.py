@@ -18,7 +18,7 @@ from unmask.engine.stepper import Stepper
 from unmask.errors import ConfigError
 from unmask.methods import Method, method_named
 from unmask.models.config import ModelConfig
-from unmask.models.loading import load_model, resolve_checkpoint
+from unmask.models.loading import BUILT_IN, load_model, resolve_checkpoint
 from unmask.models.tokenizer import Tokenizer
 
 SHIPPED_MODEL = "unmask-mini"
@@ -82,7 +82,7 @@ class LLM:
     ) -> None:
         self.engine_config = EngineConfig(**engine)
         quantization = self.engine_config.quantization
-        self.model, self.tokenizer = _load(model, tokenizer, dtype, _device(device), revision, quantization)
+        self.model, self.tokenizer, checkpoint = _load(model, tokenizer, dtype, _device(device), revision, quantization)
         config = self.model.config
         chosen = method or default_method(config)
         self.method = chosen if isinstance(chosen, Method) else method_named(chosen)
@@ -98,6 +98,7 @@ class LLM:
             max_model_len=self.max_model_len,
             decoder=self.tokenizer,
             unknown_ids=list(unknown),
+            checkpoint=checkpoint,
         )
         self.stepper = Stepper(self.engine)
         self.prompts = Prompts(
@@ -196,17 +197,19 @@ def _load(
     device: torch.device,
     revision: str | None,
     quantization: str | None,
-) -> tuple[Model, Any]:
-    """The network, and its tokenizer if there is one."""
+) -> tuple[Model, Any, Path | None]:
+    """The network, its tokenizer if there is one, and its directory if that is its user's and not the package's."""
     if model is not None and not isinstance(model, (str, Path)):
         if quantization is not None:
             raise ConfigError(
                 f"quantization={quantization!r} is for a checkpoint that is loaded; a network that is already there is "
                 "quantised with unmask.models.quantization.quantize_"
             )
-        return model, tokenizer
-    directory = resolve_checkpoint(model or SHIPPED_MODEL, revision)
+        return model, tokenizer, None
+    source = model or SHIPPED_MODEL
+    directory = resolve_checkpoint(source, revision)
     network = load_model(directory, dtype=dtype, device=device, quantization=quantization)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_pretrained(resolve_checkpoint(tokenizer, None))
-    return network, tokenizer if tokenizer is not None else Tokenizer.from_pretrained(directory)
+    tokenizer = tokenizer if tokenizer is not None else Tokenizer.from_pretrained(directory)
+    return network, tokenizer, None if source in BUILT_IN else directory

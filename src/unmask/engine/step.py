@@ -30,6 +30,7 @@ from unmask.decoding.sample import TOKEN, VERIFY
 from unmask.engine.scoring import Model, banned_ids, guide, predict
 from unmask.engine.stats import Stats
 from unmask.errors import ConfigError
+from unmask.models.attention import LayerGate
 from unmask.ops import LogitStats
 
 READBACK = (
@@ -130,7 +131,7 @@ class Step:
         self.saved_SD = torch.zeros(num_seats, model.head.shape[1], dtype=model.head.dtype, device=device)
         self.readback = torch.zeros(canvas.num_seats, len(READBACK), dtype=torch.int32, device=device)
         self.run_SN = torch.zeros_like(canvas.final_SN)
-        """bool [S, N]: canvas positions that ran in the last pass; for viewers."""
+        """bool [S, N]: canvas positions that were recomputed in the last pass; for viewers."""
         self._check_sizes()
         if compiled:
             self._compile()
@@ -198,7 +199,16 @@ class Step:
             leader_S = canvas.leader_or_self_S()
             run_SN, due_S = run_SN[leader_S] & canvas.visible_SN(), due_S[leader_S]
         counted_SN = self.policy.counted(canvas, view.candidate_SN, params)
+        view = replace(view, candidate_SN=view.candidate_SN & self._scorable(run_SN))
         return Look(view, run_SN, counted_SN, due_S & canvas.active_S, before_SK)
+
+    def _scorable(self, run_SN: Tensor) -> Tensor:
+        """bool [S, N]: positions whose scoring row runs, or was kept."""
+        if not self.shift:
+            return run_SN
+        source_1N = (self.canvas.pos_1N() - self.shift).clamp(min=0)
+        ran_SN = torch.cat((run_SN[:, :1].expand(-1, self.shift), run_SN[:, : -self.shift]), 1)
+        return ran_SN | (source_1N == self.canvas.saved_pos_S[:, None])
 
     def hold(self, look: Look, waits_S: Tensor) -> Look:
         """The look without the seats that ``waits`` bool [S]: they stand still, inactive until `let_go`."""
@@ -275,10 +285,8 @@ class Step:
                 self.policy.observe(self.canvas, context.mass_SN(num_counted_S, self.canvas.capacity))
             num_rows_S = work.plan.num_rows_S if context.gate is None else context.gate.num_rows_S
             self._end(num_rows_S, self._num_more_S, num_accepted_S, work.overflow_S)
-        if self.budgets is None:
-            self.run_SN = look.run_SN
-        else:
-            self.run_SN.copy_(look.run_SN)
+        # In place: steps of fixed shape share it, and what is sent to viewers is always this one.
+        self.run_SN.copy_(look.run_SN if context.gate is None else _computed_SN(work.plan, context.gate, look.run_SN))
 
     def _forward(self, plan: RowPlan, counts_M: Tensor | None = None) -> tuple[Tensor, PagedContext]:
         with self._time("forward"):
@@ -396,6 +404,16 @@ class Step:
 def _twin_S(params: DecodeParams) -> Tensor:
     """Each seat's guidance twin; itself where it has none."""
     return torch.where(params.twin_S >= 0, params.twin_S, torch.arange(params.num_seats, device=params.twin_S.device))
+
+
+def _computed_SN(plan: RowPlan, gate: LayerGate, run_SN: Tensor) -> Tensor:
+    """bool [S, N]: of the positions in a pass, those that it recomputed, as far as the gate says (``ran_M``)."""
+    ran_M: Tensor | None = getattr(gate, "ran_M", None)
+    if ran_M is None:
+        return run_SN
+    row_SN = plan.row_SE[:, : run_SN.shape[1]]
+    # Behind the rows, one that did not run: a pass may have none at all.
+    return torch.cat((ran_M, ran_M.new_zeros(1)))[row_SN]
 
 
 def _prediction(stats: LogitStats, like_SW: Tensor) -> Prediction:
