@@ -148,8 +148,8 @@ def _four_numbers(what: str, value: Any) -> None:
     mu, start, peak, end = value if four else [-1] * 4
     if not (0 <= mu <= 1 and 0 < start <= peak <= 1 and 0 < end <= peak):
         raise MethodError(
-            f"{what} must be 'uniform', 'published', 'auto', or four numbers as `unmask profile` measures them: mu from "
-            f"0 to 1, rho_s, rho_p and rho_e above 0 up to 1, and rho_p the largest; got {value!r}"
+            f"{what} must be 'uniform', 'published', 'auto', or four numbers as `unmask profile` measures them: mu "
+            f"from 0 to 1, rho_s, rho_p and rho_e above 0 up to 1, and rho_p the largest; got {value!r}"
         )
 
 

@@ -24,12 +24,14 @@ from unmask.bench.methods import (
     compared,
     counted,
     curves,
+    only,
     place,
     run,
 )
 from unmask.bench.results import Results
 from unmask.cli.catalog import shipped_dir
 from unmask.engine.outputs import CompletionOutput
+from unmask.errors import ConfigError
 from unmask.eval.paired import aup, paired_difference
 from unmask.methods import DRAFTERS, METHODS
 from unmask.models.config import ModelConfig
@@ -98,6 +100,15 @@ def test_what_a_cell_is_compared_with_is_asked_before_it(method: str, config: Mo
     plain = {place(cell, config, 128) for cell in mine if METHODS[cell.method].policy == "recompute"}
     assert all(place(cell, config, 128) in plain for cell in mine if cell.method == method)
     assert {cell.method for cell in mine} - {method} <= {"confidence", "window", "d2f-uncached"}
+
+
+def test_some_cells_and_what_they_are_compared_with(config: ModelConfig) -> None:
+    every = cells(SHORT, curves=True)
+    found = {cell.name for cell in only(every, ["flash-cache threshold=0.95"], config, 128)}
+    assert found >= {"flash-cache threshold=0.95", "window threshold=0.95 decode_window=16"}
+    assert {cell.method for cell in every if cell.name in found} == {"flash-cache", "window"}
+    with pytest.raises(ConfigError, match="threshold=7"):
+        only(every, ["threshold=0.9", "threshold=7"], config, 128)
 
 
 def test_places(config: ModelConfig) -> None:

@@ -202,8 +202,9 @@ def curve_cells() -> Iterator[Cell]:
             yield Cell(method=method, sampling={**ONE, "gamma": gamma}, part="curve")
     for name, values in INTERVALS.items():
         for method in (each for each in CACHES if name in METHODS[each].reads):
-            for value in values:
-                yield Cell(method=method, sampling={**ONE, name: value}, part="curve")
+            for rule in RULES[:2]:
+                for value in values:
+                    yield Cell(method=method, sampling={**rule, name: value}, part="curve")
 
 
 def grid_cells() -> Iterator[Cell]:
@@ -243,12 +244,28 @@ def cells(setting: Setting, *, curves: bool = False) -> list[Cell]:
     return list({cell.name: cell for cell in reversed(every)}.values())[::-1]
 
 
+def only(every: Sequence[Cell], words: Sequence[str], config: ModelConfig, max_tokens: int) -> list[Cell]:
+    """The cells with one of these words in their name, and those that they are compared with.
+
+    Raises:
+        ConfigError: a word that is in no name.
+    """
+    for word in words:
+        if not any(word in cell.name for cell in every):
+            raise ConfigError(f"no cell has {word!r} in its name; names are such as {every[-1].name!r}")
+    return _with_yardsticks(every, [c for c in every if any(word in c.name for word in words)], config, max_tokens)
+
+
 def chosen(every: Sequence[Cell], methods: Sequence[str], config: ModelConfig, max_tokens: int) -> list[Cell]:
     """The cells of these methods, and those that they are compared with."""
     mine = [cell for cell in every if cell.method in methods]
+    return _with_yardsticks(every, [BASELINE, *mine], config, max_tokens)
+
+
+def _with_yardsticks(every: Sequence[Cell], mine: Sequence[Cell], config: ModelConfig, max_tokens: int) -> list[Cell]:
     keys = {place(cell, config, max_tokens) for cell in mine} - {None}
     needed = [cell for cell in every if _keeps_nothing(cell) and place(cell, config, max_tokens) in keys]
-    names = {cell.name for cell in (BASELINE, *needed, *mine)}
+    names = {cell.name for cell in (*needed, *mine)}
     return [cell for cell in every if cell.name in names]
 
 
@@ -275,13 +292,19 @@ class Bench:
     """One network, asked the same problems by one method after the other."""
 
     def __init__(
-        self, setting: Setting, device: torch.device | str, *, problems: int | None = None, seats: int | None = None
+        self,
+        setting: Setting,
+        device: torch.device | str,
+        *,
+        problems: int | None = None,
+        seats: int | None = None,
+        dtype: str = DTYPE,
     ) -> None:
         count = -(-(problems or setting.num_problems) // setting.per_request)
-        self.setting, self.device = setting, torch.device(device)
+        self.setting, self.device, self.dtype = setting, torch.device(device), dtype
         self.seats = seats or (setting.seats if self.device.type == "cuda" else 16)
         self.problems = held_out(count, seed=SEED, per_request=setting.per_request)
-        first = LLM(method="confidence", device=device, dtype=DTYPE, **self._engine())
+        first = LLM(method="confidence", device=device, dtype=dtype, **self._engine())
         self.network, self.tokenizer = first.model, first.tokenizer
         self._llm: LLM | None = first
         self._made: Method | None = first.method
@@ -298,7 +321,7 @@ class Bench:
             "model": "unmask-mini",
             "setting": setting.name,
             "seed": SEED,
-            "dtype": DTYPE,
+            "dtype": self.dtype,
             "num_problems": len(self.problems) * setting.per_request,
             "per_request": setting.per_request,
             "max_tokens": setting.max_tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from unmask.cli.options import DeviceOption, JsonOption
+from unmask.cli.options import DeviceOption, DtypeOption, JsonOption
 from unmask.config import EngineConfig
 from unmask.errors import ConfigError, nearest
 from unmask.methods import method_named
@@ -230,6 +230,9 @@ def methods(
         typer.Option("--problems", "-n", min=1, help="Held-out problems; 2000 short ones or 500 when left out."),
     ] = None,
     method: MethodsOption = None,
+    only: Annotated[
+        Words, typer.Option("--only", help="Cells with this in their name, such as threshold=0.95. May be repeated.")
+    ] = None,
     curves: Annotated[
         bool, typer.Option("--curves", help="Also over thresholds, gammas, ratios, ranks and intervals.")
     ] = False,
@@ -237,6 +240,8 @@ def methods(
         Optional[int],  # noqa: UP045
         typer.Option("--seats", min=1, max=MAX_SEATS, help="Requests at a time; 256 or 64 on a GPU, 16 elsewhere."),
     ] = None,
+    dtype: DtypeOption = "float32",
+    name: Annotated[str, typer.Option("--name", help="Of the result files; methods_SETTING when left out.")] = "",
     seconds: Seconds = 600,
     device: DeviceOption = "auto",
     out: Out = None,
@@ -244,15 +249,17 @@ def methods(
 ) -> None:
     """Every method, rule and drafter on the shipped model: what is right, and how many passes and rows it took."""
     _known("setting", setting, SETTINGS)
-    names = [method_named(name).name for name in method or ()]
+    names = [method_named(each).name for each in method or ()]
     device = _device(device)
     from unmask.bench import methods as bench
 
-    results = _results(f"methods_{setting}", device, out)
-    asked = bench.Bench(bench.SETTINGS[setting], device, problems=problems, seats=seats)
+    results = _results(name or f"methods_{setting}", device, out)
+    asked = bench.Bench(bench.SETTINGS[setting], device, problems=problems, seats=seats, dtype=dtype)
     cells = bench.cells(asked.setting, curves=curves)
     if names:
         cells = bench.chosen(cells, names, asked.config, asked.setting.max_tokens)
+    if only:
+        cells = bench.only(cells, only, asked.config, asked.setting.max_tokens)
     bench.run(results, asked, cells, seconds=seconds, tell=_teller(as_json))
     _end(results, as_json)
 
