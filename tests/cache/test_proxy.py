@@ -25,11 +25,12 @@ from torch import Tensor
 from oracles.golden import tiny_model
 from unmask.cache import proxy
 from unmask.cache.budget import counts
-from unmask.cache.proxy import cache_directory, cosine_drift, load_or_compute, proxies, proxy_file, singular_proxy
+from unmask.cache.proxy import cache_directory, load_or_compute, proxies, proxy_file, singular_proxy
 from unmask.errors import ConfigError
 from unmask.models.attention import AttentionWeights, DenseContext
 from unmask.models.quantization import quantize_
 from unmask.models.transformer import Transformer
+from unmask.ops import cosine_drift
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODELS = ("tiny-llada", "tiny-llada-gqa", "tiny-dream")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from engine.test_served_golden import LLADA, commits, load
 from oracles.golden import tiny_model
-from unmask import LLM, SamplingParams
-from unmask.cache import drift as module
+from unmask import LLM, SamplingParams, ops
 from unmask.cache import proxy
 from unmask.cache.budget import counts
 from unmask.cache.drift import Drift, DriftGate, Kinds
@@ -293,8 +292,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Calla
 
 
 def test_choosing_what_drifted_least_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    furthest = module._furthest
-    spoiled(monkeypatch, module, "_furthest", lambda drift_M, *rest: furthest(-drift_M, *rest))
+    furthest = ops.furthest
+    spoiled(monkeypatch, ops, "furthest", lambda drift_M, *rest: furthest(-drift_M, *rest))
 
 
 def test_additions_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

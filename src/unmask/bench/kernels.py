@@ -23,6 +23,7 @@ from unmask.bench.checking import BOUNDS, error, poisoned
 from unmask.bench.floor import Cost, elementwise_cost, linear_cost, measure_ceilings, project_cost, stats_cost
 from unmask.bench.results import Results
 from unmask.bench.trial import Case, Trial, check, measure
+from unmask.ops.reference import drift as drift_reference
 from unmask.ops.reference import linear as linear_reference
 from unmask.ops.reference import logit_stats as stats_reference
 from unmask.ops.reference import mlp as mlp_reference
@@ -45,6 +46,8 @@ OPS = (
     "swiglu",
     "linear",
     "linear_swiglu",
+    "drift",
+    "furthest",
 )
 """What `bench kernels --op` takes."""
 
@@ -64,11 +67,13 @@ class Ops:
     swiglu: Callable[[Tensor], Tensor]
     linear: Callable[[Tensor, Tensor], Tensor]
     linear_swiglu: Callable[[Tensor, Tensor], Any]
+    drift: Callable[..., Tensor]
+    furthest: Callable[..., Tensor]
 
 
 def triton_ops() -> Ops:
     """The kernels. Products are what `unmask.ops` takes for their shapes: the library's, where it is the faster one."""
-    from unmask.ops.triton import attend, logit_stats, mlp, norm, project
+    from unmask.ops.triton import attend, drift, logit_stats, mlp, norm, project
 
     return Ops(
         attention=attend,
@@ -80,6 +85,8 @@ def triton_ops() -> Ops:
         swiglu=mlp.swiglu,
         linear=unmask_ops.linear,
         linear_swiglu=unmask_ops.linear_swiglu,
+        drift=drift.drift,
+        furthest=drift.furthest,
     )
 
 
@@ -95,6 +102,8 @@ def reference_ops() -> Ops:
         swiglu=mlp_reference.swiglu,
         linear=F.linear,
         linear_swiglu=linear_reference.linear_swiglu,
+        drift=drift_reference.drift,
+        furthest=drift_reference.furthest,
     )
 
 
@@ -353,6 +362,68 @@ def gated_trial(
     )
 
 
+# A layer that chooses its rows
+
+
+def drift_trial(ops: Ops, num_rows: int, size: int = 128, *, device: Any, dtype: torch.dtype = torch.float32) -> Trial:
+    """Rows of proxies (or, longer, of values) against what is kept of them, which is then renewed."""
+    num_sets = 8
+    new = _randn(num_sets, num_rows, size, device=device, dtype=dtype)
+    kept = _randn(num_sets, 2 * num_rows + 1, size, device=device, dtype=dtype)
+    at_M = torch.randperm(2 * num_rows, device=device)[:num_rows] + 1
+    keep_M = torch.arange(num_rows, device=device) % 5 != 0
+
+    def errors() -> dict[str, float]:
+        plane_ER = kept[0].clone()
+        right_ER = plane_ER.double()
+        with poisoned():
+            found_M = ops.drift(new[0], plane_ER, at_M, keep_M)
+        right_M = drift_reference.drift(new[0].double(), right_ER, at_M, keep_M)
+        return {"drift": error(found_M, right_M), "kept": error(plane_ER[1:], right_ER[1:])}
+
+    def call(drift: Callable[..., Tensor]) -> Callable[[int], Any]:
+        return lambda number: drift(new[number % num_sets], kept[number % num_sets], at_M, keep_M)
+
+    numbers = num_rows * size
+    return Trial(
+        errors=errors,
+        bound=BOUNDS[dtype],
+        cost=elementwise_cost(2 * numbers, numbers, dtype.itemsize),
+        ours=call(ops.drift),
+        others={"in torch": call(drift_reference.drift)},
+        num_calls=num_sets,
+    )
+
+
+def furthest_trial(ops: Ops, num_seats: int, per_seat: int, *, device: Any) -> Trial:
+    """A quarter of each seat's rows; every fourth one may not be chosen."""
+    num_rows = num_seats * per_seat
+    seat_M = torch.arange(num_seats, device=device).repeat_interleave(per_seat)
+    first_S = torch.arange(num_seats + 1, device=device) * per_seat
+    drift_M = torch.rand(num_rows, device=device)
+    given = (
+        drift_M,
+        torch.arange(num_rows, device=device) % 4 != 0,
+        seat_M,
+        first_S,
+        torch.full_like(first_S[1:], per_seat // 4),
+    )
+
+    def errors() -> dict[str, float]:
+        with poisoned():
+            found_M = ops.furthest(*given)
+        return {"rows": float((found_M != drift_reference.furthest(*given)).sum())}
+
+    return Trial(
+        errors=errors,
+        bound=0.5,
+        cost=elementwise_cost(num_rows, num_rows // 4, 4),
+        ours=lambda number: ops.furthest(*given),  # noqa: ARG005
+        others={"sorted": lambda number: drift_reference.furthest(*given)},  # noqa: ARG005
+        num_calls=8,
+    )
+
+
 # The lists
 
 
@@ -383,6 +454,10 @@ def check_cases(ops: Ops, device: Any) -> Iterator[Case]:
         yield _case("add_rms_norm", shape, lambda s=shape: norm_trial(ops, device=device, **s))  # type: ignore[misc]
         yield _case("rms_norm", shape, lambda s=shape: norm_trial(ops, device=device, add=False, **s))  # type: ignore[misc]
         yield _case("swiglu", shape, lambda s=shape: swiglu_trial(ops, device=device, **s))  # type: ignore[misc]
+        yield _case("drift", shape, lambda s=shape: drift_trial(ops, device=device, **s))  # type: ignore[misc]
+    for num_seats, per_seat in ((1, 1), (3, 127), (5, 129)):
+        seats = {"seats": num_seats, "per_seat": per_seat}
+        yield Case("furthest", seats, lambda s=num_seats, p=per_seat: furthest_trial(ops, s, p, device=device))  # type: ignore[misc]
 
 
 def timed_cases(ops: Ops, device: Any, *, quick: bool = False) -> Iterator[Case]:
@@ -401,6 +476,11 @@ def timed_cases(ops: Ops, device: Any, *, quick: bool = False) -> Iterator[Case]
         for num_in, num_out in ((12288, 4096), (4096, 4096)):
             sizes = shape | {"num_in": num_in, "num_out": num_out}
             yield _case("linear", sizes, lambda s=sizes: linear_trial(ops, device=device, **s))  # type: ignore[misc]
+    for num_seats in (1, 32):
+        rows = num_seats * 512
+        yield _case("drift", {"num_rows": rows}, lambda r=rows: drift_trial(ops, r, device=device))  # type: ignore[misc]
+        seats = {"seats": num_seats, "per_seat": 512}
+        yield Case("furthest", seats, lambda s=num_seats: furthest_trial(ops, s, 512, device=device))  # type: ignore[misc]
 
 
 def tiny_cases(ops: Ops, device: Any) -> list[Case]:
@@ -419,6 +499,8 @@ def tiny_cases(ops: Ops, device: Any) -> list[Case]:
         Case("swiglu", {"rows": 3}, lambda: swiglu_trial(ops, 3, 32, device=device, dtype=f32)),
         Case("linear", {"rows": 3}, lambda: linear_trial(ops, 3, 32, 48, device=device, dtype=f32)),
         Case("linear_swiglu", {"rows": 3}, lambda: gated_trial(ops, 3, 32, 48, device=device, dtype=f32)),
+        Case("drift", {"rows": 9}, lambda: drift_trial(ops, 9, 24, device=device)),
+        Case("furthest", {"seats": 2, "per_seat": 9}, lambda: furthest_trial(ops, 2, 9, device=device)),
     ]
 
 

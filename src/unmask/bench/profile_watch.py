@@ -19,12 +19,12 @@ from torch import Tensor
 
 from unmask import ops
 from unmask.cache.context import PagedContext
-from unmask.cache.proxy import cosine_drift
 from unmask.core.canvas import Canvas
 from unmask.core.rows import slots
 from unmask.engine.engine import Engine
 from unmask.models.attention import AttentionContext, AttentionWeights
 from unmask.models.transformer import Transformer
+from unmask.ops import cosine_drift
 
 IDENTIFIERS = ("value", "proxy", "input", "attention")
 """Vectors whose drift is measured. The layer's input is the normed one, as the caches that choose rows compare it; the

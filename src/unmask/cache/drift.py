@@ -21,7 +21,6 @@ from unmask import ops
 from unmask.cache.context import PagedContext
 from unmask.cache.policy import CachePolicy, Limits, SeatLimits, first_or_every, rows_a_layer
 from unmask.cache.pool import PagePool, PlaneSpec
-from unmask.cache.proxy import cosine_drift
 from unmask.core.canvas import Canvas
 from unmask.core.rows import RowPlan, at_rows, slots
 from unmask.models.config import ModelConfig
@@ -145,6 +144,9 @@ class DriftGate:
     ) -> None:
         self.policy, self.plan, self.context, self.pool = policy, plan, context, pool
         self.must_M, self.optional_M, self.new_M, self.length_S = must_M, optional_M, new_M, length_S
+        ends_S = plan.num_rows_S if plan.per_seat is None else torch.full_like(plan.num_rows_S, plan.per_seat)
+        self.first_S = torch.nn.functional.pad(ends_S.cumsum(0), (1, 0))
+        """int64 [S + 1]: rows of each seat, padding included, from one to the next."""
         self.num_computed_S = torch.zeros_like(plan.num_rows_S)
         """Rows computed, summed over layers."""
         self.chosen: list[Tensor] = []
@@ -202,7 +204,8 @@ class DriftGate:
         count_S = (self.length_S.double() * ratio).floor().clamp(min=1 if ratio > 0 else 0).long()
         if self.policy.force_new:
             drift_M = torch.where(self.new_M, torch.inf, drift_M)
-        picked_M = self.must_M | _furthest(drift_M, self.optional_M, self.plan.seat_M, count_S)
+        seats = (self.plan.seat_M, self.first_S, count_S)
+        picked_M = self.must_M | ops.furthest(drift_M, self.optional_M, *seats)
         if self.policy.keep_chosen_only and self._seen_M is not None:
             self._keep(layer.index, self._seen_M, picked_M)
         return picked_M
@@ -213,16 +216,12 @@ class DriftGate:
         self._seen_M: Tensor | None = None
         if self.policy.identifier == "value":  # V itself is what is kept, and is renewed where it is projected
             self._value_M = _values(layer, normed_MD)
-            old_M = self.pool.v[index][write_M].flatten(1)
-            return cosine_drift(self._value_M, old_M)
+            return ops.drift(self._value_M, self.pool.v[index].flatten(1), write_M)
         seen_M = self._identify(index, normed_MD)
-        plane_E = self.pool.planes["identifier"][index]
-        old_M = plane_E[write_M]
         if self.policy.keep_chosen_only:
             self._seen_M = seen_M
-        else:
-            self._keep(index, seen_M, self.must_M | self.optional_M)
-        return cosine_drift(seen_M, old_M)
+        kept_M = None if self.policy.keep_chosen_only else self.must_M | self.optional_M
+        return ops.drift(seen_M, self.pool.planes["identifier"][index], write_M, kept_M)
 
     def _keep(self, index: int, seen_M: Tensor, where_M: Tensor) -> None:
         plane_E = self.pool.planes["identifier"][index]
@@ -260,16 +259,3 @@ def _values(layer: Layer, normed_MD: Tensor) -> Tensor:
     size = attn.num_kv_heads * attn.head_dim
     bias = attn.qkv.bias
     return ops.linear(normed_MD, attn.qkv.weight[-size:], None if bias is None else bias[-size:])
-
-
-def _furthest(drift_M: Tensor, optional_M: Tensor, seat_M: Tensor, count_S: Tensor) -> Tensor:
-    """bool [M]: the ``count`` rows of each seat that drifted most, of the optional ones; ties to the leftmost."""
-    key_M = torch.where(optional_M, drift_M, -torch.inf)
-    order_M = key_M.argsort(descending=True, stable=True)
-    order_M = order_M[seat_M[order_M].argsort(stable=True)]
-    num_S = torch.zeros_like(count_S).index_add(0, seat_M, torch.ones_like(seat_M))
-    first_S = num_S.cumsum(0) - num_S
-    place_M = torch.arange(len(seat_M), device=seat_M.device) - first_S[seat_M[order_M]]
-    out_M = torch.zeros_like(optional_M)
-    out_M[order_M] = place_M < count_S[seat_M[order_M]]
-    return out_M & optional_M

@@ -102,26 +102,6 @@ def _value_weights(model: Transformer) -> Iterator[Tensor | Fp8Weight]:
             yield weight.detach()[-num_rows:]
 
 
-def cosine_drift(new: Tensor, old: Tensor) -> Tensor:
-    """1 - cosine of the vectors ``new`` and ``old`` [.., r], fp32 or wider [..]: 0 for equal ones, 2 for opposite ones.
-
-    Two zero vectors have not drifted: 0. One zero vector has no direction: 1.
-    """
-    a, b = _unit(new), _unit(old)
-    # |a - b|^2 = 2 - 2 cos for unit vectors. Unlike 1 - cos it keeps its digits where the cosine is nearly 1.
-    drift: Tensor = (a - b).square().sum(-1) / 2
-    one_zero = a.any(-1) != b.any(-1)
-    return drift.masked_fill(one_zero, 1.0).clamp(max=2.0)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """fp32 or wider, length 1; a zero vector stays one. By its largest number first: squares may leave the range."""
-    wide, tiny = x.to(torch.promote_types(x.dtype, torch.float32)), torch.finfo(torch.float32).tiny
-    wide = wide / wide.abs().amax(-1, keepdim=True).clamp(min=tiny)
-    length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return wide / length.clamp(min=tiny)
-
-
 # --- kept beside the checkpoint ---
 
 

@@ -30,7 +30,18 @@ app = typer.Typer(
 
 SHAPES = ("llada-8b", "dream-7b", "mini", "tiny")
 """Names of `unmask.bench.shapes`, which needs torch; a test holds the two together."""
-OPS = ("attend", "project_and_store", "logit_stats", "add_rms_norm", "rms_norm", "swiglu", "linear", "linear_swiglu")
+OPS = (
+    "attend",
+    "project_and_store",
+    "logit_stats",
+    "add_rms_norm",
+    "rms_norm",
+    "swiglu",
+    "linear",
+    "linear_swiglu",
+    "drift",
+    "furthest",
+)
 PARTS = ("targets", "grid", "memory")
 SETTINGS = ("short", "long")
 """Names of `unmask.bench.methods`."""

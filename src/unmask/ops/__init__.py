@@ -14,6 +14,7 @@ from torch import Tensor
 from unmask.ops.dispatch import check as check_kernels
 from unmask.ops.dispatch import kernel, kernels
 from unmask.ops.reference import attend as _attend
+from unmask.ops.reference import drift as _drift
 from unmask.ops.reference import linear as _linear
 from unmask.ops.reference import logit_stats as _logit_stats
 from unmask.ops.reference import mlp as _mlp
@@ -21,6 +22,7 @@ from unmask.ops.reference import norm as _norm
 from unmask.ops.reference import project as _project
 from unmask.ops.reference.attend import MassSum, Sight
 from unmask.ops.reference.attention import attention
+from unmask.ops.reference.drift import cosine_drift
 from unmask.ops.reference.fp8 import Fp8Rows, Fp8Weight
 from unmask.ops.reference.logit_stats import LogitStats, Sampling
 from unmask.ops.reference.rope import rope
@@ -42,6 +44,9 @@ __all__ = [
     "attend",
     "attention",
     "check_kernels",
+    "cosine_drift",
+    "drift",
+    "furthest",
     "kernels",
     "linear",
     "linear_swiglu",
@@ -155,6 +160,19 @@ def tracking_mass(q_M: Tensor, k_E: Tensor, sight: Sight, counts_M: Tensor, *, s
     fast = kernel("attend", q_M)
     way: Any = fast if fast and fast.supported(q_M, k_E, k_E, sight) else _attend
     return way.tracking_mass(q_M, k_E, sight, counts_M, softmax=softmax)  # type: ignore[no-any-return]
+
+
+def drift(new_MR: Tensor, kept_ER: Tensor, at_M: Tensor, keep_M: Tensor | None = None) -> Tensor:
+    """See `reference.drift`."""
+    fast = kernel("drift", new_MR)
+    way: Any = fast if fast and fast.supported(new_MR, kept_ER) else _drift
+    return way.drift(new_MR, kept_ER, at_M, keep_M)  # type: ignore[no-any-return]
+
+
+def furthest(drift_M: Tensor, optional_M: Tensor, seat_M: Tensor, first_S: Tensor, count_S: Tensor) -> Tensor:
+    """See `reference.drift`."""
+    way: Any = kernel("drift", drift_M) or _drift
+    return way.furthest(drift_M, optional_M, seat_M, first_S, count_S)  # type: ignore[no-any-return]
 
 
 def logit_stats(
