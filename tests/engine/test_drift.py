@@ -307,9 +307,15 @@ def test_additions_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_identifiers_that_are_not_renewed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = DriftGate._keep
-    first = lambda self, index, seen_M, where_M: keep(self, index, seen_M, where_M & self.must_M)  # noqa: E731
-    spoiled(monkeypatch, DriftGate, "_keep", first)
+    renew = DriftGate._renew
+
+    def of_refreshes_only(self: DriftGate, *args: Any) -> Any:
+        optional_M, self.optional_M = self.optional_M, torch.zeros_like(self.optional_M)
+        drift_M = renew(self, *args)
+        self.optional_M = optional_M
+        return drift_M
+
+    spoiled(monkeypatch, DriftGate, "_renew", of_refreshes_only)
 
 
 @pytest.mark.parametrize("options", [{"identifier": "values"}, {"ratio": 1.5}, {"curve": "gauss"}, {"rank": 0}])
