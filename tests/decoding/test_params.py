@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unmask.config import SamplingParams
 from unmask.decoding.params import NO_LIMIT, DecodeParams, SeatParams, seat_params
@@ -100,3 +101,49 @@ def test_a_schedule_that_the_window_cannot_hold() -> None:
         seat((16,), steps=2, decode_window=4)
     assert seat((16,), steps=2, decode_window=8).quota == [8, 8]
     assert seat((16,), threshold=0.9, decode_window=4).window == 4
+
+
+class Counting(TorchDispatchMode):
+    """Operations that change memory, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_") or name in ("_to_copy", "full", "zeros"):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+def test_a_seat_is_taken_in_few_operations() -> None:
+    """On a GPU each is a launch; there were 40. What is neutral already is not written again."""
+    params = DecodeParams(4, 16, "cpu")
+    plain = seat(threshold=0.9)
+    params.write(1, plain)
+    with Counting() as counting:
+        params.write(2, plain)
+    assert len(counting.names) <= 8
+    before = {name: value.clone() for name, value in vars(params).items() if isinstance(value, torch.Tensor)}
+    params.write(2, dataclasses.replace(seat(steps=8), ban_argmax=(5, 6)))
+    changed = {name for name, value in before.items() if not torch.equal(value, getattr(params, name))}
+    assert {"quota_ST", "ban_argmax_SB", "capped_S"} <= changed
+    params.write(2, plain)
+    assert all(torch.equal(value, getattr(params, name)) for name, value in before.items())
+
+
+def test_needs_are_those_of_who_is_there() -> None:
+    params = DecodeParams(3, 16, "cpu")
+    params.write(0, seat(threshold=0.9))
+    params.write(1, seat(temperature=0.5))
+    params.write(2, seat(temperature=0.5))
+    assert params.needs.sampled
+    params.release(1)
+    assert params.needs.sampled
+    params.release(2)
+    assert params.needs == seat(threshold=0.9).needs
+    grown = params.grown(5, 16)
+    grown.write(4, seat(temperature=0.5))
+    assert grown.needs.sampled
+    assert not params.needs.sampled

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unmask.core.transfer import send
 from unmask.errors import ConfigError, EngineError
 from unmask.models.config import ModelConfig
 
@@ -238,7 +239,7 @@ class PagePool:
         """The whole row is written, so nothing of the seat's last request stays behind."""
         self._pages[seat] = pages
         row_P = self.page_table_SP[seat]
-        row_P.copy_(torch.tensor([*pages, *[TRASH_PAGE] * (len(row_P) - len(pages))], dtype=torch.int32))
+        send(row_P, torch.tensor([*pages, *[TRASH_PAGE] * (len(row_P) - len(pages))], dtype=torch.int32))
 
 
 def _entries(page: int) -> slice:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.core.transfer import send
+
 CLOSED, OPEN, FULL, TO_SEAL, SEALED = range(5)  # states of a block, in the order it goes through them
 GIVEN = 0  # commit_pass of a position that came with the request
 UNDECIDED = -1
@@ -145,20 +147,20 @@ class Canvas:
         canvas with the prompt masked.
         """
         length = token_N.shape[0]
-        token = token_N.to(self.device, torch.int32)
+        token = torch.full((self.capacity,), self.mask_token_id, dtype=torch.int32)
+        token[:length] = token_N
         given = token != self.mask_token_id
+        block = torch.zeros(self.capacity, dtype=torch.int16)
+        block[:length] = block_N
+        final = given.clone()
+        final[length:] = True  # past the extent there is nothing to decide
         if leader >= 0:
-            token = token.clone()
             token[:prompt] = self.mask_token_id
-        self.token_SN[seat, :length] = token
-        self.token_SN[seat, length:] = self.mask_token_id
-        self.final_SN[seat, :length] = given
-        self.final_SN[seat, length:] = True  # past the extent there is nothing to decide
-        self.commit_pass_SN[seat, length:] = UNDECIDED
-        self.commit_pass_SN[seat, :length] = torch.where(given, GIVEN, UNDECIDED).to(torch.int16)
+        send(self.token_SN[seat], token)
+        send(self.final_SN[seat], final)
+        send(self.commit_pass_SN[seat], torch.where(given, GIVEN, UNDECIDED).to(torch.int16))
+        send(self.block_SN[seat], block)
         self.commit_prob_SN[seat] = 0
-        self.block_SN[seat, length:] = 0
-        self.block_SN[seat, :length] = block_N.to(self.device, torch.int16)
         for state, value in (
             (self.prompt_S, prompt),
             (self.end_S, length),
@@ -168,7 +170,7 @@ class Canvas:
             state[seat] = value
         for state in (self.pass_S, self.num_forward_S, self.sched_S, self.carry_S, self.rows_S):
             state[seat] = 0
-        self.mass_SN[seat] = self.pos_1N()[0].float()
+        torch.arange(self.capacity, out=self.mass_SN[seat])
         self.pending_pos_SZ[seat] = -1
         self.saved_pos_S[seat] = -1
         self.block_state_SK[seat] = CLOSED

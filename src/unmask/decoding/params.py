@@ -5,15 +5,19 @@ S seats, T schedule steps, E ending ids, B banned ids.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields
+from functools import reduce
+from operator import or_
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from unmask.config import MAX_BANNED_IDS, MAX_EOS_IDS, SamplingParams
+from unmask.core.transfer import send
 from unmask.decoding import schedule
 from unmask.errors import ConfigError
 
@@ -298,9 +302,14 @@ class DecodeParams:
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_seats, *shape, dtype=dtype, device=device)
 
-        for names, dtype in ((_REAL, torch.float32), (_WHOLE, torch.int32), (_SWITCH, torch.bool)):
-            for name in names:
-                setattr(self, f"{name}_S", zeros(dtype=dtype))
+        # By type in one tensor, whose rows have the names: a seat takes a copy a type, not a launch a name.
+        self._kinds = tuple(
+            (names, torch.zeros(len(names), num_seats, dtype=dtype, device=device))
+            for names, dtype in ((_REAL, torch.float32), (_WHOLE, torch.int32), (_SWITCH, torch.bool))
+        )
+        for names, rows_KS in self._kinds:
+            for name, row_S in zip(names, rows_KS.unbind()):
+                setattr(self, f"{name}_S", row_S)
         self.capped_S = zeros(dtype=torch.bool)
         self.quota_ST = zeros(num_steps + 1, dtype=torch.int32)  # one more column: nothing is due past the last step
         self.fill_ST = zeros(num_steps + 1, dtype=torch.float32)
@@ -309,7 +318,10 @@ class DecodeParams:
         self.eos_SE = zeros(MAX_EOS_IDS, dtype=torch.int32) - 1
         self.ban_argmax_SB = zeros(MAX_BANNED_IDS + MAX_EOS_IDS, dtype=torch.int64) - 1
         self.ban_softmax_SB = zeros(MAX_BANNED_IDS + MAX_EOS_IDS, dtype=torch.int64) - 1
+        self._filled: set[tuple[str, int]] = set()
+        """Rows of the wide tables that hold something, by table and seat."""
         self._seat_needs: list[Needs] = [Needs()] * num_seats
+        self._num_needing = Counter(self._seat_needs)
         self.needs = Needs()
 
     @property
@@ -331,35 +343,41 @@ class DecodeParams:
 
     def write(self, seat: int, p: SeatParams, twin: int = -1) -> None:
         """Give a seat its parameters; ``twin`` is the place of its guidance twin."""
-        for name in _REAL + _WHOLE + _SWITCH:
-            getattr(self, f"{name}_S")[seat] = getattr(p, name)
+        for names, rows_KS in self._kinds:
+            send(rows_KS[:, seat], torch.tensor([getattr(p, name) for name in names], dtype=rows_KS.dtype))
         self.capped_S[seat] = bool(p.quota)
         self.seed_S[seat] = p.seed
         self.twin_S[seat] = twin
-        for table, values in (
-            (self.quota_ST, p.quota),
-            (self.fill_ST, p.fill),
-        ):
-            _fill_row(table[seat], values, 0)
-        for table, values in (
-            (self.eos_SE, p.eos),
-            (self.ban_argmax_SB, p.ban_argmax),
-            (self.ban_softmax_SB, p.ban_softmax),
-        ):
-            _fill_row(table[seat], values, -1)
+        self._write_row("quota_ST", seat, p.quota, 0)
+        self._write_row("fill_ST", seat, p.fill, 0)
+        self._write_row("eos_SE", seat, p.eos, -1)
+        self._write_row("ban_argmax_SB", seat, p.ban_argmax, -1)
+        self._write_row("ban_softmax_SB", seat, p.ban_softmax, -1)
         self._need(seat, p.needs)
+
+    def _write_row(self, name: str, seat: int, values: Sequence[float], neutral: float) -> None:
+        """The values at the start of a table's row, the neutral value behind them; nothing where it is so already."""
+        row = getattr(self, name)[seat]
+        if len(values):
+            rest = [neutral] * (len(row) - len(values))
+            send(row, torch.tensor([*values, *rest], dtype=row.dtype))
+            self._filled.add((name, seat))
+        elif (name, seat) in self._filled:
+            row.fill_(neutral)
+            self._filled.discard((name, seat))
 
     def release(self, seat: int) -> None:
         """Switch everything off for a free seat."""
         self.twin_S[seat] = -1
-        self.eos_SE[seat] = -1
+        self._write_row("eos_SE", seat, (), -1)
         self._need(seat, Needs())
 
     def _need(self, seat: int, needs: Needs) -> None:
+        self._num_needing[self._seat_needs[seat]] -= 1
+        self._num_needing[needs] += 1
         self._seat_needs[seat] = needs
-        self.needs = Needs()
-        for each in self._seat_needs:
-            self.needs |= each
+        self._num_needing = +self._num_needing  # without those that nobody has any more
+        self.needs = reduce(or_, self._num_needing, Needs())
 
     def first(self, num_seats: int) -> DecodeParams:
         """The first seats' tables, the same tensors; `needs` stays as it is now."""
@@ -375,13 +393,8 @@ class DecodeParams:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 getattr(larger, name)[tuple(slice(size) for size in value.shape)] = value
+        larger._filled = set(self._filled)
         larger._seat_needs[: self.num_seats] = self._seat_needs
+        larger._num_needing = Counter(larger._seat_needs)
         larger.needs = self.needs
         return larger
-
-
-def _fill_row(row: Tensor, values: Sequence[float], neutral: float) -> None:
-    """The values at the start of a table's row, the neutral value behind them."""
-    row.fill_(neutral)
-    if len(values):
-        row[: len(values)] = torch.tensor(list(values), dtype=row.dtype, device=row.device)
