@@ -54,11 +54,22 @@ def whole_sets(rows: list[Result]) -> Table:
 
 def fast_dllm(theirs: Result, ours: dict[str, Result]) -> Table:
     """The public code's runs, then our one request by variant of its result file; how many times its dual cache."""
-    head = ["what runs", "tokens a pass", "ms a pass", "of a whole canvas", "of a block", "tokens/s", "times their dual"]
+    head = [
+        "what runs",
+        "tokens a pass",
+        "ms a pass",
+        "of a whole canvas",
+        "of a block",
+        "tokens/s",
+        "times their dual",
+    ]
     dual = max((r for r in theirs["rows"] if r["cache"] == "dual"), key=lambda row: row["tokens_per_pass"])
     lines = []
     for row in theirs["rows"]:
-        cells = [f"Fast-dLLM, {'no' if row['cache'] == 'none' else row['cache']} cache", f"{row['tokens_per_pass']:.2f}"]
+        cells = [
+            f"Fast-dLLM, {'no' if row['cache'] == 'none' else row['cache']} cache",
+            f"{row['tokens_per_pass']:.2f}",
+        ]
         cells += [_ms(row[name]) for name in ("ms_a_pass", "ms_full", "ms_cached")]
         same = row["tokens_per_pass"] == dual["tokens_per_pass"]
         times = f"{row['tokens_per_second'] / dual['tokens_per_second']:.1f}" if same else "-"

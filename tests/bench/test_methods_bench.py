@@ -15,6 +15,7 @@ from unmask.bench.methods import (
     BASES,
     CACHES,
     ONE,
+    RATES,
     SETTINGS,
     Bench,
     Cell,
@@ -24,6 +25,7 @@ from unmask.bench.methods import (
     compared,
     counted,
     curves,
+    gains,
     only,
     place,
     run,
@@ -224,6 +226,32 @@ def test_curves() -> None:
     )
     assert curve["aup"] == aup([(1.0, 99.0), (2.0, 95.0)], 99.0)  # 90 is more than 5 under 99
     assert curves(rows[1:]) == []
+
+
+def test_what_trying_ahead_gains() -> None:
+    """Over the same policy's curve, in the middle of two points too; over another window's it says nothing."""
+
+    def cell(drafter: str, accuracy: float, rate: float, **values: Any) -> dict[str, Any]:
+        about = {
+            "frontier": "window",
+            "policy": "tracked",
+            "drafter": drafter,
+            "values": {"decode_window": 16, **values},
+        }
+        return about | {"accuracy": accuracy} | dict.fromkeys(RATES, rate)
+
+    plain = [cell("none", 0.98, 4.0, threshold=0.9), cell("none", 0.96, 8.0, threshold=0.5)]
+    ahead = {"threshold": 0.9, "gamma": 0.8, "search": 8, "verify_rows": 32, "max_search": 8}
+    better = cell("two-pass", 0.97, 9.0, **ahead)
+    surer, elsewhere = (
+        cell("two-pass", 0.99, 3.0, **ahead),
+        cell("two-pass", 0.97, 9.0, **ahead | {"decode_window": 32}),
+    )
+    gains([*plain, better, surer, elsewhere])
+    assert better["gains"] == dict.fromkeys(RATES, pytest.approx(0.5))
+    assert surer["gains"] == dict.fromkeys(RATES)
+    assert elsewhere["gains"] is None
+    assert "gains" not in plain[0]
 
 
 def test_nothing_is_compared_with_itself() -> None:

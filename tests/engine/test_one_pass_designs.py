@@ -227,15 +227,6 @@ def test_every_design_has_cells_and_a_plain_rule_to_beat() -> None:
     assert {cell.sampling["threshold"] for cell in every} <= thresholds
 
 
-def test_gain_is_over_the_plain_rule_at_the_same_accuracy() -> None:
-    curve = [(0.9, 4.0), (0.8, 6.0), (0.95, 2.0), (0.85, 1.0)]
-    assert SCRIPT.at_accuracy(curve, 0.96) is None
-    assert SCRIPT.at_accuracy(curve, 0.95) == 2.0
-    assert SCRIPT.at_accuracy(curve, 0.9) == 4.0
-    assert SCRIPT.at_accuracy(curve, 0.925) == pytest.approx(3.0)
-    assert SCRIPT.at_accuracy(curve, 0.1) == 6.0
-
-
 def test_a_small_run(tmp_path: Path) -> None:
     bench = Bench(Setting(name="short", per_request=1, max_tokens=32, num_problems=2, seats=2), "cpu")
     results = Results("one_pass_short", "cpu", tmp_path)

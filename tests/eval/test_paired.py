@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unmask.eval.paired import aup, paired_difference
+from unmask.eval.paired import at_accuracy, aup, paired_difference
 
 
 def test_a_difference_by_hand() -> None:
@@ -89,3 +89,12 @@ def test_aup_by_hand(points: list[tuple[float, float]], best: float, area: float
 def test_aup_of_nothing() -> None:
     with pytest.raises(ValueError, match="one point"):
         aup([], 90.0)
+
+
+def test_gain_is_over_the_plain_rule_at_the_same_accuracy() -> None:
+    curve = [(0.9, 4.0), (0.8, 6.0), (0.95, 2.0), (0.85, 1.0)]
+    assert at_accuracy(curve, 0.96) is None
+    assert at_accuracy(curve, 0.95) == 2.0
+    assert at_accuracy(curve, 0.9) == 4.0
+    assert at_accuracy(curve, 0.925) == pytest.approx(3.0)
+    assert at_accuracy(curve, 0.1) == 6.0

@@ -23,9 +23,9 @@ from unmask.engine.llm import LLM
 from unmask.engine.memory import planes_of
 from unmask.engine.outputs import CompletionOutput
 from unmask.errors import ConfigError, MethodError
-from unmask.eval.paired import aup, paired_difference
+from unmask.eval.paired import at_accuracy, aup, paired_difference
 from unmask.eval.word_problems import held_out, num_correct
-from unmask.methods import DRAFTERS, FRONTIERS, METHODS, Method, method_named
+from unmask.methods import DRAFTERS, FRONTIERS, METHODS, OPTIONS, Method, method_named
 from unmask.models.config import ModelConfig
 
 DTYPE = "float32"
@@ -475,7 +475,36 @@ def conclude(results: Results) -> None:
             row["to_no_cache"] = compared(row, plain.get(row["place"]), right)
         if row.get("to_one_a_pass") is None:
             row["to_one_a_pass"] = compared(row, slowest, right)
+    gains(measured)
     results.note(curves=curves(measured))
+
+
+RATES = ("tokens_per_step", "tokens_per_pass", "tokens_per_row")
+
+
+def gains(rows: Sequence[dict[str, Any]]) -> None:
+    """What trying ahead gains: each rate over that of the same method without it, at the same accuracy, whatever
+    threshold that takes. None where its curve, of two points at least, is never as good."""
+    plain: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["drafter"] == "none" and row["values"].get("threshold") is not None:
+            plain.setdefault(_without_rule(row), []).append(row)
+    for row in rows:
+        if row["drafter"] != "none":
+            peers = plain.get(_without_rule(row), [])
+            row["gains"] = {rate: _gain(row, peers, rate) for rate in RATES} if len(peers) > 1 else None
+
+
+def _without_rule(row: Mapping[str, Any]) -> str:
+    """The axes but the drafter, and what they read."""
+    ahead = {*RULE_FIELDS, *DRAFTERS.get(row["drafter"], ()), *OPTIONS.get(row["drafter"], {})}
+    held = {name: value for name, value in row["values"].items() if name not in ahead}
+    return json.dumps([row["frontier"], row["policy"], held], sort_keys=True)
+
+
+def _gain(row: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], rate: str) -> float | None:
+    best = at_accuracy([(peer["accuracy"], peer[rate]) for peer in peers], row["accuracy"])
+    return None if best is None else row[rate] / best - 1
 
 
 def compared(

@@ -54,6 +54,16 @@ def paired_difference(ours: Sequence[int], theirs: Sequence[int], per_request: i
     )
 
 
+def at_accuracy(curve: Sequence[tuple[float, float]], accuracy: float) -> float | None:
+    """The highest rate at this accuracy of a curve of points (accuracy, rate): of those that are as good, and in a
+    straight line between neighbours; None if it is never as good."""
+    rates = [rate for right, rate in curve if right >= accuracy]
+    for (low, left), (high, right) in itertools.pairwise(sorted(curve)):
+        if low < accuracy <= high:
+            rates.append(left + (right - left) * (accuracy - low) / (high - low))
+    return max(rates, default=None)
+
+
 def aup(points: Sequence[tuple[float, float]], best: float) -> float:
     """Accuracy under parallelism (d3LLM, arXiv 2601.07568) of points (tokens a pass, accuracy in percent).
 
