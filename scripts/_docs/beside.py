@@ -12,7 +12,7 @@ __all__ = ["compared", "fast_dllm", "whole_sets"]
 
 
 def compared(result: Result, name_of: Callable[[Result], str], said: Callable[[Any], str]) -> Table:
-    """Cells beside the one that decides in the same places by the same rule and keeps nothing: accuracy, rows, passes."""
+    """Cells beside the one that decides in the same places by the same rule and keeps nothing."""
     rows = {row["cell"]: row for row in result["rows"] if "refused" not in row}
     head = ["method", "its requests say", "accuracy", "without a cache", "difference, points", "95%", "rows", "passes"]
     lines = []
