@@ -80,6 +80,15 @@ def test_passes_add_up() -> None:
     assert three == one + one + one
 
 
+def test_parts_in_turn_take_longer_than_all_at_once() -> None:
+    """At 64 seats of 16 rows attention is bound by bytes and products by FLOPs; at one seat all are by bytes."""
+    crowd = floor.step_parts(LLADA, seats=64, rows=16, scored=16, keys=1536)
+    assert [crowd[name].bound_by(H200) for name in ("products", "attention", "head")] == ["flops", "bytes", "flops"]
+    assert floor.seconds_in_turn(crowd, H200) > 1.3 * sum(crowd.values(), Cost()).seconds(H200)
+    alone = floor.step_parts(LLADA, seats=1, rows=16, scored=16, keys=1536)
+    assert floor.seconds_in_turn(alone, H200) == pytest.approx(sum(alone.values(), Cost()).seconds(H200))
+
+
 def test_ceilings_are_measured() -> None:
     found = floor.measure_ceilings("cpu", num_bytes=1 << 12, size=16)
     assert found.bytes_per_second > 0

@@ -8,7 +8,9 @@ M rows, D hidden size, F MLP size, V vocabulary, H query heads, Hkv key heads, h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -125,7 +127,7 @@ def kv_bytes(config: ModelConfig, size: int = 2) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
 
 
-def pass_cost(
+def pass_parts(
     config: ModelConfig,
     *,
     rows: float,
@@ -135,7 +137,7 @@ def pass_cost(
     passes: int = 1,
     weight_size: float = 2,
     size: int = 2,
-) -> Cost:
+) -> dict[str, Cost]:
     """Passes of the whole network: layer weights and head once a pass, K/V read and K/V written.
 
     ``rows``, ``scored`` rows, the positions whose K/V are read (``keys_read``) and pairs of a row and a key
@@ -143,12 +145,31 @@ def pass_cost(
     8 bits count half, since the matrix units do twice as many of them.
     """
     layers, head = layer_parameters(config), config.vocab_size * config.hidden_size
-    moved = passes * (weight_size * layers + size * head) + kv_bytes(config, size) * (keys_read + rows)
     attention = 4 * row_keys * config.num_layers * config.num_heads * config.head_dim
-    return Cost(moved, 2 * rows * layers * weight_size / size + 2 * scored * head + attention)
+    return {
+        "products": Cost(passes * weight_size * layers, 2 * rows * layers * weight_size / size),
+        "attention": Cost(kv_bytes(config, size) * (keys_read + rows), attention),
+        "head": Cost(passes * size * head, 2 * scored * head),
+    }
 
 
-def step_cost(
+def pass_cost(config: ModelConfig, **counts: Any) -> Cost:
+    """The same in one: what bytes and FLOPs take if they overlap throughout."""
+    return sum(pass_parts(config, **counts).values(), Cost())
+
+
+def seconds_in_turn(parts: Mapping[str, Cost], ceilings: Ceilings) -> float:
+    """Of parts that run one after the other, each bound by what binds it: attention waits for memory while the matrix
+    units rest, and products of many rows are the other way round."""
+    return sum(part.seconds(ceilings) for part in parts.values())
+
+
+def step_cost(config: ModelConfig, **counts: Any) -> Cost:
+    """`step_parts` in one."""
+    return sum(step_parts(config, **counts).values(), Cost())
+
+
+def step_parts(
     config: ModelConfig,
     *,
     seats: int,
@@ -157,9 +178,9 @@ def step_cost(
     keys: int,
     size: int = 2,
     weight_size: int | None = None,
-) -> Cost:
+) -> dict[str, Cost]:
     """One pass in which each of ``seats`` runs ``rows`` rows over ``keys`` positions and scores ``scored`` of them."""
-    return pass_cost(
+    return pass_parts(
         config,
         rows=seats * rows,
         scored=seats * scored,
