@@ -64,8 +64,6 @@ def linear(x: Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, Fp8Weight):
         fast = _fp8_kernels(x, weight)
         return fast.linear_fp8(x, weight, bias) if fast else _linear.linear(x, weight, bias)
-    if isinstance(x, Tensor) and (fast := kernel("linear", x, weight)) and (tile := fast.faster(x, weight)):
-        return fast.linear(x, weight, bias, tile=tile)  # type: ignore[no-any-return]
     return _linear.linear(x, weight, bias)
 
 
@@ -73,7 +71,7 @@ def linear_swiglu(x: Rows, weight: Weight, *, fp8: bool = False) -> Rows:
     """See `reference.linear`; with ``fp8`` the result is for a product in 8 bits."""
     if not fp8 and isinstance(x, Tensor) and isinstance(weight, Tensor):
         fast = kernel("linear", x, weight)
-        if fast and (tile := fast.faster(x, weight, gated=True)):
+        if fast and (tile := fast.faster_gated(x, weight)):
             return fast.linear_swiglu(x, weight, tile=tile)  # type: ignore[no-any-return]
     return swiglu(linear(x, weight), fp8=fp8)
 

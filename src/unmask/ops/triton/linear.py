@@ -55,7 +55,6 @@ class Tile:
     0 leaves all to them, which keep 14 bits of a sum."""
 
 
-TILES: dict[tuple[int, int, int], Tile] = {}
 GATED_TILES: dict[tuple[int, int, int], Tile] = {
     (32, 24576, 4096): Tile(64, 64, 1, 1, 4, 3),
     (128, 24576, 4096): Tile(128, 64, 1, 1, 8, 4, swap=False),
@@ -90,18 +89,18 @@ def supported(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in DTYPES and x.dtype == weight.dtype and weight.dim() == 2 and weight.is_contiguous()
 
 
-def faster(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tile | None:
-    """The tile with which these kernels are known to beat the library; None where they are not, or cannot run.
+def faster_gated(x: Tensor, weight: Tensor) -> Tile | None:
+    """The tile with which `linear_swiglu` is known to beat the library; None where it is not, or cannot run.
 
     On Hopper alone, and in bf16: the tiles are cut for its tensor cores.
     """
     if x.dtype != torch.bfloat16 or x.dim() != 2 or not is_hopper(x.device) or not supported(x, weight):
         return None
-    return _tile_of(GATED_TILES if gated else TILES, len(x), weight.shape)
+    return _tile_of(GATED_TILES, len(x), weight.shape)
 
 
 def faster_fp8(num_rows: int, weight: Fp8Weight) -> Tile | None:
-    """As `faster`, for `linear_fp8`."""
+    """As `faster_gated`, for `linear_fp8`."""
     value_ND = weight.value_ND
     if value_ND.dtype != torch.float8_e4m3fn or not value_ND.is_contiguous() or not is_hopper(value_ND.device):
         return None
@@ -173,36 +172,6 @@ def linear_parts(x_MD: Tensor, weight_ND: Tensor, *, tile: Tile | None = None, p
     out_ZMN = x_MD.new_empty(tile.splits, len(x_MD), len(weight_ND), dtype=torch.float32)
     _launch(x_MD, weight_ND, None, out_ZMN, tile, pdl, gated=False)
     return out_ZMN
-
-
-def add_rms_norm_parts(
-    x: Tensor, part_ZMN: Tensor, gain: Tensor, eps: float, *, num_warps: int = 8, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` of x [M, N] and a product in shares: (x + product, its norm).
-
-    As if the product had stood: it is rounded to x's dtype, so is the sum, and it is the rounded sum that is normed.
-    """
-    num_parts, num_rows, size = part_ZMN.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    if num_rows:
-        _add_norm_kernel[(num_rows,)](
-            x,
-            part_ZMN,
-            total,
-            gain.contiguous(),
-            out,
-            x.stride(0),
-            num_rows,
-            size,
-            eps,
-            PARTS=num_parts,
-            BLOCK_N=triton.next_power_of_2(size),
-            PDL=pdl,
-            num_warps=num_warps,
-            **launch.options(pdl),
-        )
-    return total, out
 
 
 def tile_for(
@@ -633,36 +602,3 @@ def _sum_kernel(
     if BIAS:
         sum_N += tl.load(bias_ptr + n_N, mask=n_N < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + n_N, sum_N, mask=n_N < size)
-
-
-@triton.jit
-def _add_norm_kernel(
-    x_ptr: tl.tensor,
-    part_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    gain_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    stride_x: tl.tensor,
-    num_rows: tl.tensor,
-    size: tl.tensor,
-    eps: tl.tensor,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """One program: one row."""
-    row = tl.program_id(0).to(tl.int64)
-    n_N = tl.arange(0, BLOCK_N)
-    mask_N = n_N < size
-    gain_N = tl.load(gain_ptr + n_N, mask=mask_N, other=0.0)  # no kernel of the pass writes it: before the wait
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    dtype = total_ptr.dtype.element_ty
-    x_N = tl.load(x_ptr + row * stride_x + n_N, mask=mask_N, other=0.0)
-    sum_N = _sum_parts(part_ptr + row * size + n_N, row * 0 + num_rows * size, mask_N, PARTS, BLOCK_N)
-    total_N = (x_N.to(tl.float32) + sum_N.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(total_ptr + row * size + n_N, total_N, mask=mask_N)
-    wide_N = total_N.to(tl.float32)
-    unit_N = (wide_N * tl.rsqrt(tl.sum(wide_N * wide_N) / size + eps)).to(dtype)
-    tl.store(out_ptr + row * size + n_N, unit_N.to(tl.float32) * gain_N.to(tl.float32), mask=mask_N)
