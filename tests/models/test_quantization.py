@@ -12,6 +12,7 @@ from torch import nn
 
 from unmask import LLM, SamplingParams
 from unmask.errors import CheckpointError, ConfigError
+from unmask.eval.word_problems import held_out, score
 from unmask.models import quantization
 from unmask.models.attention import DenseContext
 from unmask.models.loading import load_model, save_model
@@ -188,10 +189,10 @@ def test_a_network_that_is_already_there() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_shipped_model_answers_in_8_bits(dtype: str) -> None:
-    llm = LLM(quantization="fp8", dtype=dtype, device="cpu", max_num_seqs=2)
+    llm = LLM(quantization="fp8", dtype=dtype, device="cpu", max_num_seqs=4)
     assert all(isinstance(made, Fp8Linear) for made in products(llm.model))
+    assert score(llm, held_out(8, seed=1), SAYS).num_correct >= 7
     texts = [llm.chat([{"role": "user", "content": PROMPT}], SAYS)[0].outputs[0].text for _ in range(2)]
-    assert "#### 7" in texts[0]
     assert texts[0] == texts[1]
 
 
