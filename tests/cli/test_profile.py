@@ -76,7 +76,7 @@ def test_a_run(unmask, tmp_path, capsys):
     show(data)
     shown = capsys.readouterr().out
     assert "layer" in shown
-    assert "Drift(BudgetCurve(mu=" in shown
+    assert '{"curve": (' in shown
 
 
 def test_its_rules():

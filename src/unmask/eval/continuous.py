@@ -32,6 +32,8 @@ from unmask.models.transformer import Transformer
 
 VOCAB, MASK = 96, 95
 NUM_PAGES = 32  # of 16 positions: three of the longest canvases and a half, or about eight ordinary ones
+NUM_ROWS = 192
+"""Of a pass, on average: so few that refreshes wait."""
 NETWORKS: dict[str, dict[str, Any]] = {
     "llada": {"num_kv_heads": 4, "logit_shift": 0},
     "llada-gqa": {"num_kv_heads": 2, "logit_shift": 0},
@@ -188,6 +190,12 @@ def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more:
     return llm
 
 
+def _rows_ahead(method: str, network_name: str, way: Way) -> int:
+    """Rows of a seat for what is tried ahead: beside the canvas's, or in a pass of its own."""
+    drafter = Axes.of(METHODS[method], network(network_name, way=way).config).drafter
+    return max(drafter.num_second, drafter.num_scratch if not drafter.num_second else 0)
+
+
 def _pool_bytes(method: str, network_name: str, seats: int, way: Way) -> int:
     """Memory of `NUM_PAGES`, the trash page, and the seats' scratch entries."""
     model = network(network_name, way=way)
@@ -254,7 +262,7 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
         network_name,
         seats,
         way,
-        max_num_batched_tokens=192,
+        max_num_batched_tokens=NUM_ROWS + seats * _rows_ahead(method, network_name, way),
         kv_cache_memory_bytes=_pool_bytes(method, network_name, seats, way),
     )
     counts = {"waits": 0, "most": 0}
