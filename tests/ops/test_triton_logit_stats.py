@@ -310,7 +310,7 @@ def test_everything_at_once(seed: int) -> None:
 
 def test_no_rows() -> None:
     ours = kernels.logit_stats(torch.zeros(0, 4, device=DEVICE), torch.zeros(9, 4, device=DEVICE), **ALL)
-    assert [len(value) for value in vars(ours).values()] == [0] * 5
+    assert [len(value) for value in vars(ours).values()] == [0] * 6
     assert ours.token_C.dtype == torch.int64
 
 

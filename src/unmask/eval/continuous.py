@@ -33,7 +33,7 @@ from unmask.models.transformer import Transformer
 VOCAB, MASK = 96, 95
 NUM_PAGES = 32  # of 16 positions: three of the longest canvases and a half, or about eight ordinary ones
 NUM_ROWS = 192
-"""Of a pass, on average: so few that refreshes wait."""
+"""Of a pass, on average, and for what all seats but two try ahead: so few that refreshes wait."""
 NETWORKS: dict[str, dict[str, Any]] = {
     "llada": {"num_kv_heads": 4, "logit_shift": 0},
     "llada-gqa": {"num_kv_heads": 2, "logit_shift": 0},
@@ -262,7 +262,7 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
         network_name,
         seats,
         way,
-        max_num_batched_tokens=NUM_ROWS + seats * _rows_ahead(method, network_name, way),
+        max_num_batched_tokens=NUM_ROWS + (seats - 2) * _rows_ahead(method, network_name, way),
         kv_cache_memory_bytes=_pool_bytes(method, network_name, seats, way),
     )
     counts = {"waits": 0, "most": 0}
