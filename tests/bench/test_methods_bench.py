@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -263,20 +261,6 @@ def test_nothing_is_compared_with_itself() -> None:
 
 
 # What scripts/docs makes of them
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Any:
-    """The script, looking for results in an empty directory."""
-    file = Path(__file__).parents[2] / "scripts" / "docs"
-    loader = importlib.machinery.SourceFileLoader("docs_script", str(file))
-    spec = importlib.util.spec_from_loader("docs_script", loader)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    (tmp_path / "docs").mkdir()
-    module.ROOT, module.RESULTS = tmp_path, tmp_path / "docs" / "results"
-    return module
 
 
 def measured(docs: Any, bench: Bench, asked: Sequence[Cell], **options: Any) -> str:

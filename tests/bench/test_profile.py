@@ -6,8 +6,6 @@ N positions, D hidden size, L layers, H heads
 from __future__ import annotations
 
 import csv
-import importlib.machinery
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -390,20 +388,6 @@ def test_two_layers_have_no_curve(tmp_path: Path) -> None:
 
 
 # --- pages
-
-
-@pytest.fixture
-def docs(monkeypatch: Any, tmp_path: Path) -> Any:
-    scripts = Path(__file__).parents[2] / "scripts"
-    monkeypatch.syspath_prepend(str(scripts))
-    loader = importlib.machinery.SourceFileLoader("docs_script", str(scripts / "docs"))
-    spec = importlib.util.spec_from_loader("docs_script", loader)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    (tmp_path / "docs" / "results").mkdir(parents=True)
-    module.ROOT, module.RESULTS = tmp_path, tmp_path / "docs" / "results"
-    return module
 
 
 SECTIONS = ("profile-seen", "profile-drift", "profile-budgets", "profile-code", "profile-attention", "profile-proxies")

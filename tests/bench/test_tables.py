@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,20 +16,6 @@ NAMES = ("step-grid", "step-kinds", "memory", "latency", "throughput", "kernel-t
 
 def quiet(_: str) -> None:
     pass
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Any:
-    """The script, looking for results in an empty directory."""
-    file = Path(__file__).parents[2] / "scripts" / "docs"
-    loader = importlib.machinery.SourceFileLoader("docs_script", str(file))
-    spec = importlib.util.spec_from_loader("docs_script", loader)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    (tmp_path / "docs").mkdir()
-    module.ROOT, module.RESULTS = tmp_path, tmp_path / "docs" / "results"
-    return module
 
 
 @pytest.mark.parametrize("name", NAMES)

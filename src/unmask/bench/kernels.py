@@ -21,6 +21,7 @@ from unmask import ops as unmask_ops
 from unmask.bench import kernels_attend
 from unmask.bench.checking import BOUNDS, error, poisoned
 from unmask.bench.floor import Cost, elementwise_cost, linear_cost, measure_ceilings, project_cost, stats_cost
+from unmask.bench.names import OPS
 from unmask.bench.results import Results
 from unmask.bench.trial import Case, Trial, check, measure
 from unmask.ops.reference import drift as drift_reference
@@ -37,19 +38,6 @@ MAX_WEIGHTS = 16
 STATS_BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 """Of probabilities. The logits are rounded to the type first: 2^-9 of a logit of 6 is 1% of its exponential."""
 BF16 = torch.bfloat16
-OPS = (
-    "attend",
-    "project_and_store",
-    "logit_stats",
-    "add_rms_norm",
-    "rms_norm",
-    "swiglu",
-    "linear",
-    "linear_swiglu",
-    "drift",
-    "furthest",
-)
-"""What `bench kernels --op` takes."""
 
 
 @dataclass(frozen=True)

@@ -212,9 +212,7 @@ class Watcher:
     def projected(self, layer: int, normed_MD: Tensor, weights: AttentionWeights) -> None:
         """Input and values of a layer."""
         now, first = self._now, self.num_passes == 0
-        size = weights.num_kv_heads * weights.head_dim
-        bias = weights.qkv.bias
-        value_M = ops.linear(normed_MD, weights.qkv.weight[-size:], None if bias is None else bias[-size:])
+        value_M = weights.values(normed_MD)
         if not first:
             value_m = self._drift("value", layer, value_M)
             self._drift("input", layer, normed_MD)
@@ -340,9 +338,11 @@ class Watcher:
 
 def furthest(drift_SN: Tensor, count_S: Tensor) -> Tensor:
     """bool [S, N]: the ``count`` columns of each seat with the largest drift; ties to the leftmost."""
-    order_SN = drift_SN.argsort(dim=1, descending=True, stable=True)
-    place_SN = torch.arange(drift_SN.shape[1], device=drift_SN.device).expand_as(order_SN)
-    return torch.zeros_like(drift_SN, dtype=torch.bool).scatter(1, order_SN, place_SN < count_S[:, None])
+    num_seats, width = drift_SN.shape
+    first_S = torch.arange(num_seats + 1, device=drift_SN.device) * width
+    seat_M = torch.arange(num_seats, device=drift_SN.device).repeat_interleave(width)
+    every_M = torch.ones_like(seat_M, dtype=torch.bool)
+    return ops.furthest(drift_SN.flatten(), every_M, seat_M, first_S, count_S).view(drift_SN.shape)
 
 
 def attention_mass(q_SW: Tensor, k_SN: Tensor, seen_SWN: Tensor, asks_SW: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unmask import ops
 from unmask.bench.floor import Ceilings, Cost, measure_ceilings, step_cost
+from unmask.bench.names import PARTS
 from unmask.bench.results import Results
 from unmask.bench.shapes import ordinary_ids, random_network
 from unmask.bench.timing import WARMUPS, median_seconds
@@ -303,9 +304,6 @@ def cells(
             for rows in GRID_ROWS:
                 if (f"{rows} rows", number) not in done:
                     yield fixed(rows), number, False
-
-
-PARTS = ("targets", "grid", "memory")
 
 
 def run(

@@ -215,7 +215,7 @@ class DriftGate:
         index, write_M = layer.index, self.context.write_M
         self._seen_M: Tensor | None = None
         if self.policy.identifier == "value":  # V itself is what is kept, and is renewed where it is projected
-            self._value_M = _values(layer, normed_MD)
+            self._value_M = layer.attn.values(normed_MD)
             return ops.drift(self._value_M, self.pool.v[index].flatten(1), write_M)
         seen_M = self._identify(index, normed_MD)
         if self.policy.keep_chosen_only:
@@ -244,18 +244,10 @@ class DriftGate:
             return q_M[rows_P]
         q_P = context.project_at(layer.index, normed_MD, attn, rows_P, valid_P)
         if writes == "values":
-            value_M = self._value_M if self.policy.identifier == "value" else _values(layer, normed_MD)
+            value_M = self._value_M if self.policy.identifier == "value" else layer.attn.values(normed_MD)
             v_E = self.pool.v[layer.index]
             # Where nothing is chosen nothing is renewed: the layer is left as it is.
             renewed_M = self.must_M | self.optional_M if self.policy.ratios[layer.index] > 0 else self.must_M
             write_M = torch.where(renewed_M, context.write_M, 0)
             v_E.index_copy_(0, write_M, value_M.unflatten(1, v_E.shape[1:]).to(v_E.dtype))
         return q_P
-
-
-def _values(layer: Layer, normed_MD: Tensor) -> Tensor:
-    """V of the rows [M, Hkv * hd], bias included."""
-    attn = layer.attn
-    size = attn.num_kv_heads * attn.head_dim
-    bias = attn.qkv.bias
-    return ops.linear(normed_MD, attn.qkv.weight[-size:], None if bias is None else bias[-size:])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from unmask.bench.names import OPS, PARTS
 from unmask.cli.options import DeviceOption, DtypeOption, JsonOption
 from unmask.config import EngineConfig
 from unmask.errors import ConfigError, nearest
@@ -30,19 +31,6 @@ app = typer.Typer(
 
 SHAPES = ("llada-8b", "dream-7b", "mini", "tiny")
 """Names of `unmask.bench.shapes`, which needs torch; a test holds the two together."""
-OPS = (
-    "attend",
-    "project_and_store",
-    "logit_stats",
-    "add_rms_norm",
-    "rms_norm",
-    "swiglu",
-    "linear",
-    "linear_swiglu",
-    "drift",
-    "furthest",
-)
-PARTS = ("targets", "grid", "memory")
 SETTINGS = ("short", "long")
 """Names of `unmask.bench.methods`."""
 KERNELS = ("auto", "reference", "triton")

@@ -72,8 +72,7 @@ def _key(canvas: Canvas, scores: Scores, params: DecodeParams) -> Tensor:
     if needs.entropy:
         key_SW = torch.where(kind_S1 == ENTROPY, scores.neg_entropy_SN, key_SW)
     if needs.random_rank:
-        chance_SW = uniform(params.seed_S, scores.pos_SW, canvas.pass_S, RANK)
-        key_SW = torch.where(kind_S1 == RANDOM, chance_SW, key_SW)
+        key_SW = torch.where(kind_S1 == RANDOM, chance_order(canvas, params, scores.pos_SW), key_SW)
     if needs.alg_temp:
         noise_SW = gumbel(uniform(params.seed_S, scores.pos_SW, canvas.pass_S, ORDER))
         warm_S1 = params.alg_temp_S[:, None]
@@ -83,8 +82,23 @@ def _key(canvas: Canvas, scores: Scores, params: DecodeParams) -> Tensor:
 
 def _cap(canvas: Canvas, params: DecodeParams) -> Tensor:
     """int64 [S]: the most that may commit in this pass."""
-    quota_S = params.at_step(params.quota_ST, canvas.sched_S) + canvas.carry_S
-    return torch.where(params.capped_S, quota_S.long(), UNCAPPED)
+    return torch.where(params.capped_S, quota(canvas, params).long(), UNCAPPED)
+
+
+def quota(canvas: Canvas, params: DecodeParams) -> Tensor:
+    """int [S]: what a schedule has for this pass, with what earlier ones left over."""
+    return params.at_step(params.quota_ST, canvas.sched_S) + canvas.carry_S
+
+
+def chance_order(canvas: Canvas, params: DecodeParams, pos_SW: Tensor) -> Tensor:
+    """fp32 [S, W]: what a random schedule ranks positions by in this pass."""
+    return uniform(params.seed_S, pos_SW, canvas.pass_S, RANK)
+
+
+def filled(canvas: Canvas, params: DecodeParams, pos_SW: Tensor) -> Tensor:
+    """bool [S, W]: positions that chance decides in this pass."""
+    chance_SW = uniform(params.seed_S, pos_SW, canvas.pass_S, FILL)
+    return chance_SW < params.at_step(params.fill_ST, canvas.sched_S)[:, None]
 
 
 def _accepted(canvas: Canvas, scores: Scores, params: DecodeParams, rank_SW: Tensor, candidate_SW: Tensor) -> Tensor:
@@ -95,8 +109,7 @@ def _accepted(canvas: Canvas, scores: Scores, params: DecodeParams, rank_SW: Ten
     if params.needs.entropy_bound:
         accepted_SW = accepted_SW | _by_entropy(scores.neg_entropy_SN, params.entropy_bound_S, rank_SW, candidate_SW)
     if params.needs.fill:
-        chance_SW = uniform(params.seed_S, scores.pos_SW, canvas.pass_S, FILL)
-        accepted_SW = accepted_SW | (chance_SW < params.at_step(params.fill_ST, canvas.sched_S)[:, None])
+        accepted_SW = accepted_SW | filled(canvas, params, scores.pos_SW)
     return accepted_SW
 
 

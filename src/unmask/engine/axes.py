@@ -33,6 +33,11 @@ class Axes:
     policy: CachePolicy
     drafter: Drafter
 
+    @property
+    def rows_beside(self) -> int:
+        """Most scratch rows of a seat beside those of the canvas: none of a drafter that only has a pass of its own."""
+        return 0 if type(self.drafter).scratch is Drafter.scratch else self.drafter.num_scratch
+
     @classmethod
     def of(cls, method: Method, config: ModelConfig, model: Any = None, checkpoint: Path | None = None) -> Axes:
         """The members of a row, for these weights; objects as they are. A member that looks at weights needs the

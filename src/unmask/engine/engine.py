@@ -18,7 +18,6 @@ from unmask.cache.prefix import Prefix, PrefixCache
 from unmask.config import EngineConfig
 from unmask.core import layout
 from unmask.core.canvas import SEALED, Canvas
-from unmask.decoding.drafter import Drafter
 from unmask.decoding.params import DecodeParams
 from unmask.engine.axes import Axes
 from unmask.engine.graphs import FixedSteps, Messages
@@ -98,7 +97,7 @@ class Engine:
             config.max_num_batched_tokens,
             rows_of=self._most_rows,
             reserve=self._reserve_pages,
-            max_refresh=2 * (max_model_len + self._beside),  # a guided request's two canvases
+            max_refresh=2 * (max_model_len + self.axes.rows_beside),  # a guided request's two canvases
         )
         self.step_program = Step(
             model,
@@ -205,7 +204,7 @@ class Engine:
         rows, due = torch.stack((look.run_SN.sum(1), look.due_S.long())).tolist()
         for answer in self.scheduler.running:
             answer.due = bool(due[answer.seat])
-        wanted = [each + self._beside if each else 0 for each in rows]
+        wanted = [each + self.axes.rows_beside if each else 0 for each in rows]
         return self.scheduler.grant(wanted, [bool(each) for each in due])
 
     # --- one step with replays: ordinary passes in fixed shape, refreshes beside them
@@ -275,13 +274,7 @@ class Engine:
 
     def _most_rows(self, answer: Answer) -> int:
         """Most rows of an ordinary pass, or of the drafter's second one, all its seats together."""
-        return max(self._canvas_rows(answer) + self._beside, self.axes.drafter.num_second) * answer.num_seats
-
-    @property
-    def _beside(self) -> int:
-        """Most scratch rows of a seat beside those of the canvas: none of a drafter that only has a pass of its own."""
-        drafter = self.axes.drafter
-        return 0 if type(drafter).scratch is Drafter.scratch else drafter.num_scratch
+        return max(self._canvas_rows(answer) + self.axes.rows_beside, self.axes.drafter.num_second) * answer.num_seats
 
     def _reserve_pages(self, answer: Answer) -> bool:
         """Pages for the whole canvas of every seat of an answer, or none."""

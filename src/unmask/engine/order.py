@@ -10,8 +10,7 @@ from torch import Tensor
 
 from unmask.core.canvas import Canvas
 from unmask.decoding.params import DecodeParams, SeatParams
-from unmask.decoding.rule import rank
-from unmask.decoding.sample import FILL, RANK, uniform
+from unmask.decoding.rule import chance_order, filled, quota, rank
 
 
 class RandomOrder:
@@ -29,13 +28,11 @@ class RandomOrder:
     def foreseen(self, canvas: Canvas, candidate_SN: Tensor, params: DecodeParams) -> Tensor:
         """bool [S, N]"""
         pos_1N = canvas.pos_1N()
-        chance_SN = uniform(params.seed_S, pos_1N, canvas.pass_S, RANK)
-        quota_S = params.at_step(params.quota_ST, canvas.sched_S) + canvas.carry_S
-        count_S = torch.where(params.capped_S, quota_S, 1)
+        chance_SN = chance_order(canvas, params, pos_1N)
+        count_S = torch.where(params.capped_S, quota(canvas, params), 1)
         next_SN = rank(chance_SN.masked_fill(~candidate_SN, -1)) < count_S[:, None]
         if params.needs.fill:
-            fill_S1 = params.at_step(params.fill_ST, canvas.sched_S)[:, None]
-            next_SN = next_SN | (uniform(params.seed_S, pos_1N, canvas.pass_S, FILL) < fill_S1)
+            next_SN = next_SN | filled(canvas, params, pos_1N)
         return candidate_SN & next_SN
 
     def most_foreseen(self, reach: int, params: SeatParams) -> int:

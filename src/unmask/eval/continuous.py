@@ -192,8 +192,8 @@ def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more:
 
 def _rows_ahead(method: str, network_name: str, way: Way) -> int:
     """Rows of a seat for what is tried ahead: beside the canvas's, or in a pass of its own."""
-    drafter = Axes.of(METHODS[method], network(network_name, way=way).config).drafter
-    return max(drafter.num_second, drafter.num_scratch if not drafter.num_second else 0)
+    axes = Axes.of(METHODS[method], network(network_name, way=way).config)
+    return max(axes.drafter.num_second, axes.rows_beside)
 
 
 def _pool_bytes(method: str, network_name: str, seats: int, way: Way) -> int:

@@ -84,6 +84,11 @@ class AttentionWeights(nn.Module):
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
         return q, k, v
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """v [.., Hkv * hd] alone, bias included."""
+        size, bias = self.num_kv_heads * self.head_dim, self.qkv.bias
+        return ops.linear(hidden, self.qkv.weight[-size:], None if bias is None else bias[-size:])
+
 
 class LayerGate(Protocol):
     """Runs a layer in a way of its own: on some of the rows only, with what is kept of the others."""
