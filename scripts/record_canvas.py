@@ -1,6 +1,6 @@
 """Draws docs/canvas.svg: one canvas early, half-way and done, from a real generation.
 
-    PYTHONPATH=src python scripts/record_canvas.py [--model DIR] [--seed 7] [--prompt TEXT] [--out docs/canvas.svg]
+    PYTHONPATH=src python scripts/record_canvas.py [--model DIR] [--seed 4] [--prompt TEXT] [--out docs/canvas.svg]
 
 The same model, seed and prompt give the same file: nothing in it depends on the clock, and it names no font or host
 to fetch anything from.
@@ -68,15 +68,15 @@ def draw(moments: Sequence[Moment], prompt: str, ends: frozenset[int], marks: Ma
     return console.export_svg(title="", code_format=SVG, unique_id="unmask")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--method")
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=4)
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--prompt", help="a word problem made from the seed when left out")
     parser.add_argument("--out", type=Path, default=Path("docs/canvas.svg"))
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     prompt = args.prompt or problem(args.seed)
     params = SamplingParams(seed=args.seed, max_tokens=args.max_tokens)
     llm = load_llm({"model": args.model, "method": args.method, "device": "cpu", "dtype": "float32"})

@@ -110,3 +110,8 @@ def test_the_recorded_canvas_is_xml(record):
 
     steps = record.follow(FakeLLM(), "x", SamplingParams())
     assert ElementTree.fromstring(record.draw(record.pick(steps), "<&>", frozenset({END_ID}))).tag.endswith("svg")
+
+
+def test_the_picture_is_of_the_model_that_ships(record, tmp_path):
+    record.main(["--out", str(tmp_path / "canvas.svg")])
+    assert (tmp_path / "canvas.svg").read_text() == (ROOT / "docs" / "canvas.svg").read_text()
