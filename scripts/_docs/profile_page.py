@@ -1,56 +1,65 @@
-"""What docs/profile.md shows of the result files of `unmask profile`. Tables are a head and its rows, by rule."""
+"""What docs/profile.md shows of the result files of `unmask profile`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from _docs import results
+from _docs.results import Result, made_with, of_each, single
+from _docs.text import if_measured, markdown, optional, table
 from unmask.bench.profile_plot import TOP, draw, rule_name, select
 
-Result = dict[str, Any]
-Table = tuple[list[str], list[list[Any]]]
 FOUND = 0.9
 """Of the rows that values choose, what is called found."""
 
-__all__ = ["attention", "budgets", "code", "draw_picture", "drift", "proxies", "seen", "title"]
 
-
-def file_of(variant: str) -> str:
-    """The picture of a result file, in docs/."""
-    return "_".join(filter(None, ["results/profile", variant])) + ".svg"
-
-
-def draw_picture(variant: str, result: Result, folder: Path) -> str:
+def draw_picture(result: Result) -> str:
     """Drawn anew beside its numbers; its name."""
-    draw(result, folder / file_of(variant))
-    return file_of(variant)
+    draw(result, results.ROOT / "docs" / _picture(result))
+    return _picture(result)
 
 
-def title(result: Result, rule: str) -> str:
+def _picture(result: Result) -> str:
+    """In docs/."""
+    return "_".join(filter(None, ["results/profile", result["variant"]])) + ".svg"
+
+
+def _about(result: Result) -> str:
+    about = f"{result['model']} in {result['dtype']}, {result['num_requests']} requests of {result['prompts']}, "
+    return f"{about}{result['max_tokens']} answer positions; {made_with(result)}"
+
+
+of_networks = of_each("profile", _about)
+
+
+def of_rules(show: Callable[[Result, str], str]) -> Callable[[], str]:
+    """The same of each way of decoding, on each profiled network."""
+    return of_networks(
+        lambda result: "\n\n".join(f"{_title(result, rule)}:\n\n{show(result, rule)}" for rule in result["rules"])
+    )
+
+
+def _title(result: Result, rule: str) -> str:
     """As a table's heading."""
     return rule_name(result, rule).capitalize()
 
 
-def layers(result: Result) -> range:
+def _layers(result: Result) -> range:
     """All of the network's."""
     return range(result["network"]["num_layers"])
-
-
-def percent(value: float | None, form: str = ".1%") -> str:
-    """A dash for what was not measured."""
-    return "-" if value is None else f"{value:{form}}"
 
 
 # --- tables of one rule
 
 
-def drift(result: Result, rule: str) -> Table:
+@of_rules
+def drift(result: Result, rule: str) -> str:
     """How far the values of each group of rows drift, and how many drift too far."""
     above = f"{result['above']:g}"
     rows = {(row["identifier"], row["group"], row["layer"]): row for row in select(result, rule, part="drift")}
     lines = []
-    for layer in layers(result):
+    for layer in _layers(result):
         if (answer := rows.get(("value", "answer", layer))) is None:
             continue
         line = [layer, f"{answer['mean']:.4f}", *(f"{answer['quantile'][share]:.1e}" for share in ("0.5", "0.9"))]
@@ -58,29 +67,31 @@ def drift(result: Result, rule: str) -> Table:
         others = [rows.get((name, "answer", layer)) for name in ("proxy", "input", "attention")]
         shares = [row["above"][above] if row else None for row in (*values, *others)]
         shares.insert(3, answer["most_above"])
-        lines.append([*line, *map(percent, shares)])
+        lines.append([*line, *(optional(share, ".1%") for share in shares)])
     head = ["layer", "mean drift", "half of the rows below", "9 in 10 below"]
     head += [f"answer rows over {above}", "undecided rows", "prompt rows", "answer rows, 9 passes in 10"]
-    return [*head, "by proxies", "by inputs", "by attention outputs"], lines
+    return markdown([*head, "by proxies", "by inputs", "by attention outputs"], lines)
 
 
-def attention(result: Result, rule: str) -> Table:
+@of_rules
+def attention(result: Result, rule: str) -> str:
     """The attention that few decided positions hold: own picks, tracked ones, random ones."""
     rows = {(row["top"], row["layer"]): row for row in select(result, rule, part="attention")}
     tops = sorted({top for top, _ in rows})
     lines = []
-    for layer in layers(result):
+    for layer in _layers(result):
         cells = [_picked(rows.get((top, layer))) for top in tops]
         every = next((rows[top, layer]["all_decided"] for top in tops if (top, layer) in rows), None)
-        lines.append([layer, *cells, percent(every, ".0%")])
-    return ["layer", *(f"{top} positions" for top in tops), "all decided"], lines
+        lines.append([layer, *cells, optional(every, ".0%")])
+    return markdown(["layer", *(f"{top} positions" for top in tops), "all decided"], lines)
 
 
 def _picked(row: dict[str, Any] | None) -> str:
-    return " / ".join(percent(row[name], ".0%") for name in ("own", "tracked", "random")) if row else "-"
+    return " / ".join(optional(row[name], ".0%") for name in ("own", "tracked", "random")) if row else "-"
 
 
-def proxies(result: Result, rule: str) -> Table:
+@of_rules
+def proxies(result: Result, rule: str) -> str:
     """How many of the rows that values choose proxies choose, too, and what share of the drift theirs have."""
     rows = {(row["rank"], row["layer"]): row for row in select(result, rule, part="agreement")}
     ranks = result["ranks"]
@@ -88,41 +99,40 @@ def proxies(result: Result, rule: str) -> Table:
         [
             layer,
             *(_agreed(rows.get((rank, layer))) for rank in ranks),
-            percent(rows.get((ranks[-1], layer), {}).get("chance"), ".0%"),
+            optional(rows.get((ranks[-1], layer), {}).get("chance"), ".0%"),
         ]
-        for layer in layers(result)[1:]
+        for layer in _layers(result)[1:]
     ]
-    return ["layer", *(f"rank {rank}" for rank in ranks), "by chance"], lines
+    return markdown(["layer", *(f"rank {rank}" for rank in ranks), "by chance"], lines)
 
 
 def _agreed(row: dict[str, Any] | None) -> str:
-    return f"{percent(row['overlap'], '.0%')} ({percent(row['covered'], '.0%')})" if row else "-"
+    return f"{optional(row['overlap'], '.0%')} ({optional(row['covered'], '.0%')})" if row else "-"
 
 
 # --- of all rules
 
 
-def budgets(result: Result) -> Table:
+@of_networks
+def budgets(result: Result) -> str:
     """The curve through the shares of the drift tables, by what was compared."""
-    head = ["decoding", "drift of", "rows of", "mu", "rho_s", "rho_p", "rho_e", "all layers", "off", "off if flat"]
-    lines = [
-        [
-            rule_name(result, fitted["rule"]),
-            fitted["identifier"],
-            "the mean pass" if fitted["of"] == "mean" else "9 passes in 10",
-            *(f"{fitted[name]:.4g}" for name in ("mu", "rho_s", "rho_p", "rho_e")),
-            percent(fitted["mean_share"]),
-            f"{fitted['residual']:.2f}",
-            f"{fitted['residual_flat']:.2f}",
-        ]
-        for fitted in result["fits"]
-    ]
-    return head, lines
+    return table(
+        result["fits"],
+        {
+            "decoding": lambda fitted: rule_name(result, fitted["rule"]),
+            "drift of": "{identifier}",
+            "rows of": lambda fitted: "the mean pass" if fitted["of"] == "mean" else "9 passes in 10",
+            **{name: f"{{{name}:.4g}}" for name in ("mu", "rho_s", "rho_p", "rho_e")},
+            "all layers": if_measured("mean_share", ".1%"),
+            "off": "{residual:.2f}",
+            "off if flat": "{residual_flat:.2f}",
+        },
+    )
 
 
-def code(result: Result) -> str:
+def code() -> str:
     """A method with a budget as measured last: of values, for most passes."""
-    wanted = ("value", "most")
+    result, wanted = single("profile"), ("value", "most")
     curve = next((each for each in result["fits"] if (each["identifier"], each["of"]) == wanted), result["fits"][0])
     sampling = '{"threshold": 2.0' if curve["rule"] == "one" else f'{{"threshold": {result["threshold"]:g}'
     lines = [
@@ -135,19 +145,20 @@ def code(result: Result) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def seen(variant: str, result: Result) -> str:
+@of_networks
+def seen(result: Result) -> str:
     """What the papers saw, in the numbers of this run, and all of it as a picture. Links start at the repository's
     root."""
     lines = [f"- {line}" for rule in result["rules"] for line in _seen(result, rule)]
-    return "\n".join([*lines, "", f"![Drift, attention and proxies by layer](docs/{file_of(variant)})"])
+    return "\n".join([*lines, "", f"![Drift, attention and proxies by layer](docs/{_picture(result)})"])
 
 
 def _seen(result: Result, rule: str) -> Iterator[str]:
-    name, last = title(result, rule), len(layers(result)) - 1
+    name, last = _title(result, rule), len(_layers(result)) - 1
     fits = {(each["rule"], each["identifier"], each["of"]): each for each in result["fits"]}
     if (fitted := fits.get((rule, "value", "mean"))) is not None:
         share = fitted["share"]
-        most = max(layers(result), key=share.__getitem__)
+        most = max(_layers(result), key=share.__getitem__)
         yield (
             f"{name}: values drift most in layer {most} of 0 to {last}, where {share[most]:.1%} of the answer's rows "
             f"are over {result['above']:g}; in layer 0 {share[0]:.1%} are, in the last one {share[-1]:.1%}. The curve "

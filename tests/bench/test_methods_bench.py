@@ -264,7 +264,7 @@ def test_nothing_is_compared_with_itself() -> None:
 
 
 def measured(docs: Any, bench: Bench, asked: Sequence[Cell], **options: Any) -> str:
-    run(Results("methods_short", "cpu", docs.RESULTS), bench, asked, tell=quiet, **options)
+    run(Results("methods_short", "cpu", docs.results.RESULTS), bench, asked, tell=quiet, **options)
     table: str = docs.TABLES["methods-short"]()
     return table
 
@@ -282,17 +282,32 @@ def test_tables_and_a_picture(docs: Any, bench: Bench) -> None:
     assert docs.fresh(page) == page
     pytest.importorskip("matplotlib")
     assert docs.draw() == ["methods_short.svg"]
-    assert (docs.ROOT / "docs" / "methods_short.svg").stat().st_size > 0
+    assert (docs.results.ROOT / "docs" / "methods_short.svg").stat().st_size > 0
 
 
 def test_a_page_has_the_rows_of_its_methods(docs: Any, bench: Bench) -> None:
     rules = [Cell(method="confidence", sampling=rule) for rule in (ONE, {"factor": 1.0}, {"entropy_bound": 0.1})]
     measured(docs, bench, [*rules, Cell(method="fast-dllm-dual", sampling=ONE)])
-    assert docs.method_results("factor").count("| `confidence` |") == 1  # another row's rule, in the same places
-    assert "| `confidence` | entropy_bound 0.1 |" in docs.method_results("entropy-bound")
-    assert docs.method_results("fast-dllm-prefix", "fast-dllm-dual").count("| `fast-dllm-dual` |") == 1
-    assert docs.method_results("dream").count("Not measured yet.") == 2
+    of_methods = docs.TABLES["method-results"]
+    assert of_methods("factor").count("| `confidence` |") == 1  # another row's rule, in the same places
+    assert "| `confidence` | entropy_bound 0.1 |" in of_methods("entropy-bound")
+    assert of_methods("fast-dllm-prefix", "fast-dllm-dual").count("| `fast-dllm-dual` |") == 1
+    assert of_methods("dream").count("Not measured yet.") == 2
 
 
 def test_what_was_left_out_is_said(docs: Any, bench: Bench) -> None:
     assert "Left out for lack of time: 2 of 2 cells" in measured(docs, bench, FEW[:2], seconds=0)
+
+
+def test_caches_beside_none(docs: Any, bench: Bench) -> None:
+    waits = [{}, *({"refresh_interval": passes} for passes in (1, 2))]
+    caches = [Cell(method="fast-dllm-dual", sampling={**AT, **more}) for more in waits]
+    measured(docs, bench, [FEW[0], *caches, Cell(method="flash-cache", sampling=AT)])  # the last one's peer was not asked
+    rows = {row["cell"]: row for row in docs.results.single("methods_short")["rows"]}
+    share = rows[caches[0].name]["num_rows"] / rows[FEW[0].name]["num_rows"]
+    table = docs.TABLES["methods-compared"]("short")
+    assert share < 1
+    assert f"| {share:.1%} |" in table
+    assert "flash-cache" not in table
+    lines = docs.TABLES["methods-compared-curves"]("short").splitlines()
+    assert [line for line in lines if f"; none: +0.0 ({share:.0%}, " in line and "1: +0.0 (100%, 1.00)" in line]

@@ -401,10 +401,10 @@ def test_without_results_a_section_stays(docs: Any, name: str) -> None:
 
 def test_sections(docs: Any, result: Any) -> None:
     data, _ = result
-    (docs.RESULTS / "profile.json").write_text(json.dumps(data))
-    (docs.RESULTS / "profile_other.json").write_text(json.dumps(data | {"model": "other"}))
+    (docs.results.RESULTS / "profile.json").write_text(json.dumps(data))
+    (docs.results.RESULTS / "profile_other.json").write_text(json.dumps(data | {"model": "other"}))
     page = "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in SECTIONS)
-    made = docs.fresh(page, docs.ROOT / "docs")
+    made = docs.fresh(page, docs.results.ROOT / "docs")
     assert made.count("One token a pass:\n\n| layer") == 2 * 3
     assert "(results/profile_other.svg)" in made
     assert made.count("`other`:") == 5

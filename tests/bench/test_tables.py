@@ -27,7 +27,7 @@ def test_without_results_a_table_stays(docs: Any, name: str) -> None:
 
 def test_tables_and_pictures(docs: Any) -> None:
     pytest.importorskip("matplotlib")
-    out = docs.RESULTS
+    out = docs.results.RESULTS
     kernels.run(Results("kernels", "cpu", out), "cpu", ceiling_sizes=SIZES, tell=quiet)
     step: dict[str, Any] = {"shape": "tiny", "prompt": 200, "answer": 250, "seats": (1, 2)}
     whole_step.run(Results("step_times_tiny", "cpu", out), "cpu", ceiling_sizes=SIZES, tell=quiet, **step)
@@ -45,7 +45,7 @@ def test_tables_and_pictures(docs: Any) -> None:
     assert "| flash-dllm | 1 | 160 |" in tables["step-kinds"]
     assert tables["latency"].count("`vanilla`") == 2
     assert docs.draw() == ["step_tiny.svg", "kernels.svg"]
-    assert all((docs.ROOT / "docs" / name).stat().st_size > 0 for name in ("step_tiny.svg", "kernels.svg"))
+    assert all((docs.results.ROOT / "docs" / name).stat().st_size > 0 for name in ("step_tiny.svg", "kernels.svg"))
 
 
 def test_a_wrong_operation_is_shown_without_a_speedup(docs: Any) -> None:
@@ -53,13 +53,13 @@ def test_a_wrong_operation_is_shown_without_a_speedup(docs: Any) -> None:
 
     ops = kernels.reference_ops()
     wrong = replace(ops, swiglu=lambda gate_up: ops.swiglu(gate_up) * 1.001)
-    results = Results("kernels", "cpu", docs.RESULTS)
+    results = Results("kernels", "cpu", docs.results.RESULTS)
     kernels.run(results, "cpu", ops=wrong, only=("swiglu",), ceiling_sizes=SIZES, tell=quiet)
     assert "WRONG" in docs.TABLES["kernel-times"]()
     assert "| NO |" in docs.TABLES["kernel-checks"]()
 
 
 def test_what_was_left_out_is_said(docs: Any) -> None:
-    results = Results("kernels", "cpu", docs.RESULTS)
+    results = Results("kernels", "cpu", docs.results.RESULTS)
     kernels.run(results, "cpu", seconds=0, ceiling_sizes=SIZES, tell=quiet)
     assert "Left out for lack of time: attend: seats 2" in docs.TABLES["kernel-times"]()

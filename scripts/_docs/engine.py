@@ -1,0 +1,99 @@
+"""The engine's own costs, and whether an answer depends on its company: memory of loading, overhead, soaks."""
+
+from __future__ import annotations
+
+from _docs.results import Result, found, made_with, single
+from _docs.text import grouped, markdown, table
+
+
+def loading() -> str:
+    """The most memory that loading a checkpoint of LLaDA-8B's size takes."""
+    result = single("loading")
+    text = table(
+        result["loads"],
+        {
+            "weights in memory": lambda load: "fp8" if load["quantization"] else load["dtype"],
+            "read at a time": _stage,
+            "their size": lambda load: _gigabytes(load["weight_bytes"]),
+            "most resident memory": lambda load: f"{_gigabytes(load['peak_bytes'])} ({load['ratio']:.3f})",
+            "without mapped files": lambda load: (
+                f"{_gigabytes(load['peak_anonymous_bytes'])} ({load['anonymous_ratio']:.3f})"
+            ),
+        },
+    )
+    first = result["loads"][0]
+    return f"{text}\n\n{_gigabytes(first['file_bytes'])} in {first['num_shards']} files; {made_with(result)}"
+
+
+def _stage(load: Result) -> str:
+    whole = load["stage_bytes"] >= load["file_bytes"]
+    return "whole tensors" if whole else f"{load['stage_bytes'] / 2**20:.0f} MB"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def overhead() -> str:
+    """The engine's own share of a run, and its forward beside bare torch."""
+    result = single("overhead")
+    runs = {
+        "seats": "{seats}",
+        "requests": "{num_requests}",
+        "passes": "{num_passes}",
+        "seconds": "{seconds:.1f}",
+        "outside network, scores and tokenizer": "{share_outside:.1%}",
+    }
+    forwards = {
+        "rows": "{num_seqs} x {length}",
+        "ours, ms": "{ours_ms:.2f}",
+        "bare torch, ms": "{bare_ms:.2f}",
+        "ratio": "{ratio:.2f}",
+    }
+    return f"{table(result['runs'], runs)}\n\n{table(result['forwards'], forwards)}\n\n{made_with(result)}"
+
+
+def batching() -> str:
+    """How many answers of the shipped model depend on their company; on a GPU, captured against eager too."""
+    on_gpu = " (in captured steps with our kernels; alone in eager steps of plain torch)"
+    return "\n\n".join(
+        f"{result['num_different']} of {result['num_requests']} answers differed between alone and batches of "
+        f"{result['seats']}{on_gpu if result['variant'] == 'gpu' else ''}; {made_with(result)}"
+        for result in found("batching")
+    )
+
+
+def continuous() -> str:
+    """Loads in which requests join, wait, are cancelled and leave, method by method."""
+    result = single("continuous")
+    text = table(
+        result["loads"],
+        {
+            "method": "`{method}`",
+            "network": "{network}",
+            "requests": "{num_requests}",
+            "cancelled": "{num_cancelled}",
+            "steps": "{num_passes}",
+            "waits for rows": "{num_waits}",
+            "other answers": lambda load: len(load["different"]),
+            "pages lost": "{lost_pages}",
+        },
+    )
+    return f"{text}\n\n{result['num_requests']} requests, {result['seats']} seats; {made_with(result)}"
+
+
+def captured() -> str:
+    """The same loads on a GPU, against requests alone in eager steps of plain torch."""
+    result = single("captured")
+    rows = [
+        [
+            way,
+            len(loads),
+            *(sum(load[name] for load in loads) for name in ("num_requests", "num_cancelled", "num_passes")),
+            sum(len(load["different"]) for load in loads),
+            sum(load["lost_pages"] for load in loads),
+        ]
+        for (way,), loads in grouped(result["loads"], "way").items()
+    ]
+    head = ["crowd", "methods and networks", "requests", "cancelled", "steps", "other answers", "pages lost"]
+    return f"{markdown(head, rows)}\n\n{made_with(result)}"
