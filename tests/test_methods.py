@@ -226,7 +226,7 @@ def test_members_that_exclude_each_other(frontier: str, policy: str, drafter: st
         or (policy in ("prefix", "dual") and frontier != "blocks")
         or (frontier == "pipeline" and drafter in ("two-pass", "one-pass"))
         or (policy in ("drift", "elastic") and drafter != "none")
-        or (drafter == "nested" and policy != "dual")
+        or (drafter == "nested" and policy not in ("dual", "prefix"))
     )
     axes = {"frontier": frontier, "policy": policy, "drafter": drafter}
     if legal:
@@ -254,6 +254,8 @@ def test_an_unknown_member(axes: dict[str, str], message: str) -> None:
 
 TRACKED = {"frontier": "window", "policy": "tracked"}
 TWO_PASS = {"frontier": "window", "drafter": "two-pass"}
+DRIFT = {"policy": "drift"}
+DELAYED = {"policy": "delayed"}
 
 
 def test_options_have_defaults() -> None:
@@ -282,11 +284,46 @@ def test_options_have_defaults() -> None:
         (TWO_PASS, {"max_search": 17}, r"max_search=17 needs 34 rows .* at most 16"),
         (TWO_PASS, {"verify_rows": 65}, "at most 64 are possible"),
         ({}, {"mas": 1}, "its members have none"),
+        (DRIFT, {"rank": 64}, r"rank=64 is not read with identifier='value'; .* identifier='proxy'"),
+        (DRIFT, {"rank": 0, "identifier": "proxy"}, "an integer of at least 2, or a share .* got 0"),
+        (DRIFT, {"rank": 8.5, "identifier": "proxy"}, "an integer of at least 2, or a share .* got 8.5"),
+        (DRIFT, {"rank": True, "identifier": "proxy"}, "got True"),
+        (DRIFT, {"warmup": 1}, r"warmup=1 is not read with refresh='apart'; .* refresh='together'"),
+        (DRIFT, {"curve": (True,) * 4}, "four numbers as `unmask profile`"),
+        (DRIFT, {"curve": "unifrom"}, "did you mean 'uniform'"),
+        (DRIFT, {"identifier": "proxies"}, "did you mean 'proxy'"),
+        (DRIFT, {"form": "paper"}, "curve='uniform' has the same ratio in all layers"),
+        (DRIFT, {"min_ratio": 0.125}, "curve='uniform' has the same ratio in all layers"),
+        (DRIFT, {"min_ratio": 2, "curve": "auto"}, "a number from 0 to 1, got 2"),
+        (DRIFT, {"ratio": None}, "a number from 0 to 1, got None"),
+        (DRIFT, {"ratio": 0.5, "mean_ratio": 0.2}, "use one of them"),
+        (DRIFT, {"kept": "chosen"}, "writes='values' renews in every pass; use writes='sparse'"),
+        (DELAYED, {"window": 8}, r"window=8 is not read with variant='decode'; .* variant='greedy'"),
+        (DELAYED, {"variant": "greedy", "shift_type": "un"}, "shift_type='un' is not read with variant='greedy'"),
     ],
 )
 def test_options_that_are_wrong(axes: dict[str, str], options: dict[str, Any], message: str) -> None:
     with pytest.raises(MethodError, match=message):
         row(**axes, options=options)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (DRIFT, {"rank": 128, "warmup": 0, "ratio": 0}),
+        (DRIFT, {"rank": 0.5, "identifier": "proxy"}),
+        (DRIFT, {"rank": 1, "identifier": "proxy", "refresh": "together", "warmup": 1}),
+        (DRIFT, {"curve": "auto", "min_ratio": 0.125, "form": "paper", "mean_ratio": 0.16}),
+        (DRIFT, {"curve": "auto", "min_ratio": None, "mean_ratio": None}),
+        (DRIFT, {"curve": (0.5, 0.1, 0.4, 0.2), "min_ratio": 0}),
+        (DRIFT, {"kept": "chosen", "writes": "sparse"}),
+        (DELAYED, {"window": 4, "shift_type": "un_right", "variant": "pd"}),
+        (DELAYED, {"window": 8, "variant": "greedy"}),
+    ],
+)
+def test_options_that_are_read(axes: dict[str, str], options: dict[str, Any]) -> None:
+    """The table's own defaults may be said beside anything."""
+    assert row(**axes, options=options).options == options
 
 
 def test_an_option_that_a_row_does_not_have() -> None:

@@ -261,8 +261,8 @@ def test_nested_drafts_are_held_to_what_they_prove() -> None:
     complete(method, max_tokens=16)
     with pytest.raises(ConfigError, match="a block of 12 positions is over the 8"):
         complete(method, max_tokens=16, block_length=12)
-    with pytest.raises(ConfigError, match="may commit several tokens in a pass"):
-        complete(method, max_tokens=16, threshold=0.5)
+    with pytest.raises(ConfigError, match="commits by another rule"):
+        complete(method, max_tokens=16, factor=0.5)
 
 
 def test_attention_and_prompts_that_are_shared() -> None:

@@ -50,9 +50,10 @@ def whole_sets() -> str:
             "blocks": lambda row: f"of {row['block_length']}" if row["block_length"] else "whole canvas",
             "right": "{num_correct} of {num_problems} ({accuracy:.2%})",
             "tokens a pass": "{tokens_per_pass:.1f}",
+            "measured on": lambda row: made_with(row).rstrip("."),
         },
     )
-    return f"{text}\n\n{rows[0]['dtype']}, {rows[0]['max_tokens']} answer positions; {made_with(rows[0])}"
+    return f"{text}\n\n{rows[0]['dtype']}, {rows[0]['max_tokens']} answer positions."
 
 
 def left_to_right() -> str:

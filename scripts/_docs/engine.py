@@ -96,4 +96,28 @@ def captured() -> str:
         for (way,), loads in grouped(result["loads"], "way").items()
     ]
     head = ["crowd", "methods and networks", "requests", "cancelled", "steps", "other answers", "pages lost"]
-    return f"{markdown(head, rows)}\n\n{made_with(result)}"
+    parts = [markdown(head, rows), *([_buckets(result["buckets"])] if result.get("buckets") else [])]
+    return "\n\n".join([*parts, f"{made_with(result)} {_code(result)}"])
+
+
+def _buckets(loads: list[Result]) -> str:
+    """Loads of one size of captured step each: passes that it ran, and answers that are not those of requests alone."""
+    seats = list(dict.fromkeys(each for load in loads for each in load["num_replays"]))
+    rows = [
+        [
+            load["way"],
+            f"`{load['method']}`",
+            *(load["num_replays"].get(each, "-") if load["captured"] else "not captured" for each in seats),
+            sum(map(len, load["different"].values())),
+        ]
+        for load in loads
+    ]
+    return markdown(["crowd", "method", *(f"passes of {each}" for each in seats), "other answers"], rows)
+
+
+def _code(result: Result) -> str:
+    """The commit that ran, and whether what it tested has changed since: no test holds this result to the code."""
+    from unmask.eval.continuous import source_digest
+
+    commit = f"Commit {(result['environment'].get('commit') or 'unknown')[:7]}"
+    return f"{commit}." if result["source_digest"] == source_digest() else f"{commit}, of earlier code."

@@ -12,8 +12,15 @@ IDLE_AND_FLOOR: Columns = {
     "idle": if_measured("idle_share", ".1%"),
     "times the floor": if_measured("over_floor", ".2f"),
 }
+
+
+def _method(row: Result) -> str:
+    """With what its captured steps must not be."""
+    return f"`{row['method']}`" + (" NOT AS EAGER" if row.get("same_as_eager") is False else "")
+
+
 LATENCY: Columns = {
-    "method": "`{method}`",
+    "method": _method,
     "tokens/s": "{tokens_per_second:.1f}",
     "ms a pass": "{ms_per_pass:.2f}",
     "tokens a pass": "{tokens_per_pass:.2f}",
@@ -23,7 +30,7 @@ LATENCY: Columns = {
     "times vanilla at as many": if_measured("over_vanilla_equal", ".1f"),
 }
 THROUGHPUT: Columns = {
-    "method": "`{method}`",
+    "method": _method,
     "seats": "{seats}",
     "requests": "{requests}",
     "tokens/s": "{tokens_per_second:.0f}",

@@ -48,12 +48,18 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "identifier": "value",
         "writes": "values",
         "curve": "uniform",
+        "form": "released",
         "ratio": 0.25,
+        "mean_ratio": None,
+        "min_ratio": None,
         "rank": 128,
         "refresh": "apart",
         "warmup": 0,
         "kept": "all",
         "new_first": "no",
+        "reuse": "delta",
+        "scored": "answer",
+        "first_layer": "needed",
     },
     "elastic": {"cosine": "heads", "tested": "union", "tripping": "keep", "masks": "window", "run_new": "yes"},
     "tracked": {"mass": "logits", "mass_first_layer": 2, "mass_last_layer": None, "mass_rows": "decode"},
@@ -65,8 +71,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """What a row may set once for all its requests, by member, with the defaults.
 
 identifier: what tells that a row drifted. ratio: the share of an answer's rows that a layer computes, at the curve's
-peak. curve: how it goes over the layers: the same in all, as published for the network, either (auto), or mu, rho_s,
-rho_p and rho_e as `unmask profile` measures them. rank: numbers of a proxy.
+peak; 0 recomputes none between refreshes. mean_ratio: in place of it, the mean over the layers. curve: how it goes
+over the layers: the same in all, as published for the network, either (auto), or mu, rho_s, rho_p and rho_e as
+`unmask profile` measures them. form: depths of the layers on it, see `unmask.cache.budget`. min_ratio: what layers
+before the peak have at least; None is 1/16 for a published curve in the released form and 0 else. rank: numbers of a
+proxy; up to 1 a share of the values' width. warmup: passes up to this number recompute everything. new_first: what the
+last pass committed is chosen, beside the number. reuse, scored, first_layer, writes: see `unmask.cache.drift`.
 mass: raw attention logits or softmax weights tell which decided positions matter; summed over the layers from
 mass_first_layer up to mass_last_layer (exclusive; None: all), and over the rows of the decode or the refresh window.
 cosine: the drift of attention is measured between vectors over the heads, or over the keys. tested: whose tracked
@@ -79,7 +89,8 @@ variant: rows of tokens are kept once they are known for a pass (decode), those 
 both (pd); or all are kept but those of the last pass's tokens, of what is decided next in a random order, and of the
 `window` undecided positions nearest to each of these (greedy). shift_type: under shifted logits, which of the row's own
 token and the one that it scores must be known: both (un_right), its own (right), or the other (un).
-num_drafts: tokens that are tried ahead in a pass. block_width: the longest block of a request.
+num_drafts: tokens that are tried ahead in a pass. block_width: the longest block of a request; with policy "prefix",
+whose views carry what follows the block, too, the longest answer.
 """
 MAX_VERIFY_ROWS = 64  # the rows of one verification see each other through a list of this many entries
 _UNREAD: Mapping[str, tuple[str, ...]] = {"nested": ("refresh_interval",)}
@@ -142,9 +153,13 @@ class Weights(Protocol):
     def logit_shift(self) -> int: ...
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _four_numbers(what: str, value: Any) -> None:
     """A budget's mu, rho_s, rho_p and rho_e."""
-    four = isinstance(value, (tuple, list)) and [isinstance(x, (int, float)) for x in value] == [True] * 4
+    four = isinstance(value, (tuple, list)) and [_number(x) for x in value] == [True] * 4
     mu, start, peak, end = value if four else [-1] * 4
     if not (0 <= mu <= 1 and 0 < start <= peak <= 1 and 0 < end <= peak):
         raise MethodError(
@@ -159,15 +174,21 @@ def _choice(what: str, value: str, known: Iterable[str]) -> None:
 
 
 _ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
-    "identifier": ("value", "proxy", "input"),
+    "identifier": ("value", "proxy", "input", "attention"),
     "writes": ("dense", "values", "sparse"),
     "curve": ("uniform", "published", "auto"),
+    "form": ("released", "paper"),
     "ratio": 0.0,
+    "mean_ratio": 0.0,
+    "min_ratio": 0.0,
     "rank": 2,
     "refresh": ("apart", "together"),
     "warmup": 0,
     "kept": ("all", "chosen"),
     "new_first": ("no", "yes"),
+    "reuse": ("delta", "absolute"),
+    "scored": ("answer", "all"),
+    "first_layer": ("needed", "all", "chosen"),
     "cosine": ("heads", "keys"),
     "tested": ("union", "own"),
     "tripping": ("keep", "redo"),
@@ -186,7 +207,14 @@ _ALLOWED: Mapping[str, tuple[str, ...] | int | float] = {
     "block_width": 1,
 }
 """Values of each option: these words, integers from this one on, or numbers from this one to 1; None where it is the
-default."""
+default. A curve may also be four numbers, and a rank a share."""
+_READ_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "rank": ("identifier", ("proxy",)),
+    "warmup": ("refresh", ("together",)),
+    "window": ("variant", ("greedy",)),
+    "shift_type": ("variant", ("decode", "prefill", "pd")),
+}
+"""Options that are read beside some values of another one only: said beside others they are a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,10 +346,15 @@ class Method:
                 f"{me}: drafter {drafter!r} verifies with rows that see the whole canvas, and those of frontier "
                 f"{frontier!r} do not; use drafter 'none', or frontier 'window'"
             )
-        if ahead == "nested" and what != "dual":
+        if ahead == "nested" and what not in _CACHED_BY_BLOCK:
             raise MethodError(
-                f"{me}: drafter {drafter!r} tries tokens of a block on a canvas that is left alone meanwhile, and "
-                f"policy {policy!r} recomputes more than the block; use policy 'dual', or drafter 'none'"
+                f"{me}: drafter {drafter!r} tries tokens of a block on a canvas that is left alone meanwhile, but for "
+                f"what follows, and policy {policy!r} recomputes more; use policy 'dual' or 'prefix', or drafter 'none'"
+            )
+        if ahead == "nested" and not isinstance(self.drafter, str) and self.drafter.ahead != (what == "prefix"):
+            raise MethodError(
+                f"{me}: the views of drafter {drafter!r} must carry what policy {policy!r} recomputes in a pass; use "
+                f"{drafter}(..., ahead={what == 'prefix'}), or drafter 'nested'"
             )
 
     def _check_option_name(self, name: str) -> None:
@@ -341,6 +374,14 @@ class Method:
         for name, value in self.options.items():
             self._check_option_name(name)
             self._check_option_value(name, value)
+        for name, (other, values) in _READ_WITH.items():
+            if self._sets(name) and (value := self.option(other)) not in values:
+                raise MethodError(
+                    f"method {self.name!r}: option {name}={self.options[name]!r} is not read with {other}={value!r}; "
+                    f"leave it out, or use {other}={' or '.join(repr(each) for each in values)}"
+                )
+        if self.policy == "drift":
+            self._check_ratios()
         if self.policy == "tracked":
             self._check_mass_layers(self.option("mass_first_layer"), self.option("mass_last_layer"))
         if self.drafter == "two-pass":
@@ -361,14 +402,42 @@ class Method:
         if isinstance(allowed, tuple):
             _choice(what, value, allowed)
             return
+        if value is None and next(options[name] for options in OPTIONS.values() if name in options) is None:
+            return
         if isinstance(allowed, float):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not allowed <= value <= 1:
+            if not _number(value) or not allowed <= value <= 1:
                 raise MethodError(f"{what} must be a number from {allowed:g} to 1, got {value!r}")
             return
-        number = isinstance(value, int) and not isinstance(value, bool) and value >= allowed
-        default = next(options[name] for options in OPTIONS.values() if name in options)
-        if not number and not (value is None and default is None):
-            raise MethodError(f"{what} must be an integer of at least {allowed}, got {value!r}")
+        if name == "rank" and _number(value) and 0 < value <= 1:
+            return
+        if not _number(value) or not isinstance(value, int) or value < allowed:
+            more = ", or a share of the values' width above 0 up to 1" if name == "rank" else ""
+            raise MethodError(f"{what} must be an integer of at least {allowed}{more}, got {value!r}")
+
+    def _sets(self, name: str) -> bool:
+        """Whether the row gives an option another value than the table does."""
+        owner = next(options for options in OPTIONS.values() if name in options)
+        return name in self.options and self.options[name] != owner[name]
+
+    def _check_ratios(self) -> None:
+        me = f"method {self.name!r}"
+        for name in ("form", "min_ratio"):
+            if self._sets(name) and self.option("curve") == "uniform":
+                raise MethodError(
+                    f"{me}: option {name}={self.options[name]!r} is of a curve, and curve='uniform' has the same ratio "
+                    "in all layers; leave it out, or use curve='published', 'auto' or four numbers"
+                )
+        if self._sets("mean_ratio") and self._sets("ratio"):
+            raise MethodError(
+                f"{me}: ratio={self.options['ratio']} is at the curve's peak, and "
+                f"mean_ratio={self.options['mean_ratio']} the mean over the layers; use one of them"
+            )
+        if self._sets("kept") and self.option("identifier") == "value" and self.option("writes") != "sparse":
+            raise MethodError(
+                f"{me}: option kept='chosen' keeps of a row what it was when it was computed, and with "
+                f"identifier='value' that is V, which writes={self.option('writes')!r} renews in every pass; use "
+                "writes='sparse'"
+            )
 
     def _check_mass_layers(self, first: int, last: int | None) -> None:
         if last is not None and last <= first:
@@ -387,12 +456,12 @@ class Method:
             )
 
     def _check_views(self, num_drafts: int, width: int) -> None:
-        """A block and its views are one list."""
+        """A block and its views are one list, of fixed shape unless they carry what follows, too."""
         if num_drafts > width:
             raise MethodError(
                 f"method {self.name!r}: num_drafts={num_drafts} do not fit block_width={width}; use fewer"
             )
-        if (entries := (num_drafts + 1) * width) > MAX_VERIFY_ROWS:
+        if self.kinds[1] == "dual" and (entries := (num_drafts + 1) * width) > MAX_VERIFY_ROWS:
             raise MethodError(
                 f"method {self.name!r}: num_drafts={num_drafts} over block_width={width} need {entries} entries and "
                 f"{MAX_VERIFY_ROWS} are possible; use a block_width of at most {MAX_VERIFY_ROWS // (num_drafts + 1)}, "
@@ -457,7 +526,7 @@ class Method:
                 f"use cfg_scale=0, or a method that tries nothing ahead ({self._without_drafter()})"
             )
         if drafter == "nested":
-            self._check_one_a_pass(params)
+            self._check_proved_rule(params)
             self._check_block_width(params)
         most = self.all_options.get("max_search")  # a drafter of your own knows its limit itself
         if params.search is not None and most is not None and params.search > most:
@@ -486,29 +555,35 @@ class Method:
                 f"{self.members[0]!r} need not have; use a threshold, or extend Whole, Blocks or Window"
             )
 
-    def _check_one_a_pass(self, params: SamplingParams) -> None:
-        """Nested drafts are proved by what a pass that takes one token, the most probable, would have taken."""
-        several = ("steps", "factor", "entropy_bound", *(("threshold",) if (params.threshold or 0) <= 1 else ()))
+    def _check_proved_rule(self, params: SamplingParams) -> None:
+        """Nested drafts are proved by what a pass would have taken: all above a threshold, else the most probable."""
         by_prob = ("maskgit_plus", "low_confidence")
         ordered = [name for name in ("alg", "remasking") if getattr(params, name) not in by_prob]
         drawn = [name for name in ("temperature", "alg_temp") if getattr(params, name) > 0]
         for names, what in (
-            (several, "may commit several tokens in a pass"),
+            (("steps", "factor", "entropy_bound"), "commits by another rule"),
             (ordered, "ranks otherwise"),
             (drawn, "draws anew in every pass"),
         ):
             for name in names:
                 if (value := getattr(params, name)) is not None:
                     raise ConfigError(
-                        f"{name}={value} {what}, and method {self.name!r} proves its tokens by what one token a pass, "
-                        f"the most probable, would be; leave it out, or use {self._without_drafter()!r}"
+                        f"{name}={value} {what}, and method {self.name!r} proves its tokens by what a pass with a "
+                        f"threshold would commit; leave it out, or use {self._without_drafter()!r}"
                     )
         if params.threshold is None:
-            raise ConfigError(f"method {self.name!r} takes one token a pass and has no rule for it; use threshold=2")
+            raise ConfigError(
+                f"method {self.name!r} has no rule; use threshold=2 for one token at a time, or a lower one"
+            )
 
     def _check_block_width(self, params: SamplingParams) -> None:
         answer = params.max_tokens or 0
         longest, width = min(params.block_length or answer, answer), self._block_width()
+        if self.kinds[1] == "prefix" and answer > width:
+            raise ConfigError(
+                f"an answer of {answer} positions is over the {width} that method {self.name!r} has rows for in each "
+                f"view; use max_tokens of at most {width}, or a Method with a larger option block_width"
+            )
         if longest > width:
             raise ConfigError(
                 f"a block of {longest} positions is over the {width} that method {self.name!r} has rows for; use a "
@@ -607,7 +682,14 @@ def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
             f"method {method.name!r} recomputes one block at a time, and this network scores its first position from "
             f"outside of it; make frontier {method.members[0]!r} with lead=True, or use policy 'recompute'"
         )
-    if method.kinds[2] != "none" and config.logit_shift:
+    if method.kinds[2] == "nested" and not isinstance(method.drafter, str):
+        if method.drafter.shift != config.logit_shift:
+            raise MethodError(
+                f"method {method.name!r}: drafter {method.members[2]!r} is for logits that are shifted by "
+                f"{method.drafter.shift}, and those of this network are by {config.logit_shift}; make it with "
+                f"shift={config.logit_shift}"
+            )
+    elif method.kinds[2] not in ("none", "nested") and config.logit_shift:
         raise MethodError(
             f"method {method.name!r} verifies each position by its own row, and this network scores a position from "
             f"row p - {config.logit_shift}; use a method with drafter 'none', such as {method._without_drafter()!r}"

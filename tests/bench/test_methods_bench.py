@@ -12,8 +12,12 @@ import pytest
 from unmask.bench.methods import (
     BASES,
     CACHES,
+    CURVES,
+    FEWEST_POINTS,
+    MEASURED,
     ONE,
     RATES,
+    RULES,
     SETTINGS,
     Bench,
     Cell,
@@ -33,7 +37,7 @@ from unmask.cli.catalog import shipped_dir
 from unmask.engine.outputs import CompletionOutput
 from unmask.errors import ConfigError
 from unmask.eval.paired import aup, paired_difference
-from unmask.methods import DRAFTERS, METHODS
+from unmask.methods import _ALLOWED, DRAFTERS, METHODS, OPTIONS, POLICIES
 from unmask.models.config import ModelConfig
 
 SHORT = SETTINGS["short"]
@@ -43,7 +47,7 @@ FEW = [
     Cell(method="confidence", sampling=AT),
     Cell(method="fast-dllm-dual", sampling=AT),
     Cell(method="confidence", drafter="nested", sampling=ONE),
-    Cell(method="freedave", sampling=AT),
+    Cell(method="freedave", sampling={"factor": 1.0}),
     Cell(method="flash-verify", sampling=AT),
     Cell(method="d2f", sampling=AT),
 ]
@@ -68,30 +72,77 @@ def quiet(_: str) -> None:
 # Cells
 
 
+YARDSTICKS = {("whole", "recompute"): "dream, by its own schedule", ("pipeline", "recompute"): "d2f, without its cache"}
+"""Pairs of frontier and policy that no drafter is tried on, and what they are there for."""
+UNTRIED = {
+    "shift_type": "is of networks with shifted logits",
+    "curve": "is none but a budget's own for this network",
+    "form": "is of a curve",
+    "first_layer": "is one layer of nine",
+    "scored": "is of prompts, which are short here",
+}
+"""Options of caches that are asked with their defaults only."""
+
+
 def test_every_method_rule_and_drafter() -> None:
     every = cells(SHORT, curves=True)
     assert len({cell.name for cell in every}) == len(every)
-    shown = {
-        (row.frontier, row.policy, row.drafter) for row in map(METHODS.get, {cell.method for cell in every}) if row
-    }
-    assert {(row.frontier, row.policy, row.drafter) for row in METHODS.values()} == shown
+    shown = {METHODS[cell.method].members for cell in every}
+    assert shown == {row.members for row in METHODS.values()}
+    pairs = {row.members[:2] for row in METHODS.values()}
+    assert {METHODS[base].members[:2] for base in BASES} == pairs - set(YARDSTICKS)
+    assert {policy for _, policy in pairs} == set(POLICIES)
+    for pair in pairs:
+        mine = [cell for cell in every if METHODS[cell.method].members[:2] == pair]
+        tried = {cell.drafter or METHODS[cell.method].drafter for cell in mine}
+        assert tried == ({"none"} if pair in YARDSTICKS else set(DRAFTERS)), pair
+        rules = {name for cell in mine for name in cell.sampling}
+        wanted = {"steps"} if pair == ("whole", "recompute") else {"threshold", "factor", "entropy_bound"}
+        assert wanted <= rules, pair
+
+
+def test_every_word_of_every_option_of_a_cache() -> None:
+    """And a curve over every number that a cache's requests say."""
+    every = cells(SHORT, curves=True)
     for base in BASES:
         row = METHODS[base]
-        alike = [each.name for each in METHODS.values() if (each.frontier, each.policy) == (row.frontier, row.policy)]
-        tried = {cell.drafter or METHODS[cell.method].drafter for cell in every if cell.method in alike}
-        assert tried == set(DRAFTERS), base
-        rules = {name for cell in every if cell.method == base for name in cell.sampling}
-        assert {"threshold", "factor", "entropy_bound"} <= rules
+        mine = [cell for cell in every if METHODS[cell.method].policy == row.policy and cell.drafter is None]
+        for option in {*OPTIONS.get(row.policy, {})} - set(UNTRIED):
+            if isinstance(words := _ALLOWED[option], tuple):
+                asked = {cell.row().option(option) for cell in mine}
+                assert asked == set(words), (base, option)
+        for name in set(POLICIES[row.policy]) - {"refresh_window"}:
+            own = [cell for cell in every if cell.method == base and name in cell.sampling]
+            assert len({cell.sampling[name] for cell in own}) >= FEWEST_POINTS, (base, name)
+            assert name in CURVES
+
+
+def test_budgets_are_those_of_the_profile(config: ModelConfig) -> None:
+    """Of the weights that ship, with the same share in all layers beside them."""
+    profile = json.loads((Path(__file__).parents[2] / "docs" / "results" / "profile.json").read_text())
+    found = {each["rule"]: each for each in profile["fits"] if (each["identifier"], each["of"]) == ("proxy", "most")}
+    assert profile["threshold"] == RULES[1]["threshold"]
+    for (rule, budget, flat), name in zip(MEASURED, ("threshold", "one"), strict=True):
+        assert rule == {"threshold": RULES[1], "one": ONE}[name]
+        assert budget["curve"] == tuple(found[name][each] for each in ("mu", "rho_s", "rho_p", "rho_e"))
+        assert budget["ratio"] == found[name]["rho_p"]
+        assert flat["ratio"] == pytest.approx(found[name]["mean_curve"], rel=1e-3)
+    asked = [cell for cell in cells(SHORT) if "curve" in cell.options]
+    assert [cell.part for cell in asked] == ["first"] * 2
+    assert all(place(cell, config, 128) is not None for cell in asked)
 
 
 def test_the_most_wanted_are_first() -> None:
     first = [cell.method for cell in cells(SHORT)]
     order = list(dict.fromkeys(first))
     assert order[:2] == ["confidence", "window"]
-    assert order[2:8] == list(CACHES)
-    assert order[8:12] == ["flash-verify", "one-pass", "one-pass-cache", "freedave"]
+    assert order[2 : 2 + len(CACHES)] == list(CACHES)
+    assert order[2 + len(CACHES) :][:4] == ["flash-verify", "one-pass", "one-pass-cache", "freedave"]
     assert cells(SHORT)[0].sampling == ONE
-    assert {cell.part for cell in cells(SHORT)} == {"first", "grid"}
+    for more, parts in ((False, ["first", "variant", "grid"]), (True, ["first", "variant", "curve", "grid"])):
+        assert list(dict.fromkeys(cell.part for cell in cells(SHORT, curves=more))) == parts
+    assert len(cells(SHORT)) <= 200
+    assert len(cells(SHORT, curves=True)) <= 440
 
 
 @pytest.mark.parametrize("method", [*CACHES, "flash-verify", "one-pass", "freedave", "d2f"])
@@ -129,8 +180,8 @@ def test_rows_and_refusals(bench: Bench, tmp_path: Path) -> None:
     rows = {row["cell"]: row for row in results.rows}
     assert list(rows) == [cell.name for cell in FEW]
     plain, dual, never, refused, verified, pipeline = rows.values()
-    assert "policy 'recompute' recomputes more than the block" in never["refused"]
-    assert "threshold=0.9 may commit several" in refused["refused"]
+    assert "policy 'recompute' recomputes" in never["refused"]
+    assert "factor=1.0" in refused["refused"]
     for row in (plain, dual, verified, pipeline):
         assert row["num_requests"] == row["num_problems"] == 3
         assert row["num_correct"] == sum(map(int, results.data["right"][row["cell"]]))
@@ -148,6 +199,18 @@ def test_rows_and_refusals(bench: Bench, tmp_path: Path) -> None:
     assert verified["to_no_cache"] is None  # nothing is without cache in its window
     assert sum("refused" in line for line in told) == 2
     assert json.loads((tmp_path / "methods_short.json").read_text())["rows"] == results.rows
+
+
+def test_options_that_are_not_words(bench: Bench, tmp_path: Path) -> None:
+    """A budget's four numbers go through the files, and a run that goes on knows the cell."""
+    budget = next(cell for cell in cells(SHORT) if "curve" in cell.options)
+    asked = [Cell(method="confidence", sampling=budget.sampling), budget]
+    for _ in range(2):
+        run(results := Results("methods_short", "cpu", tmp_path), bench, asked, tell=quiet)
+    (row,) = [row for row in results.rows if row["cell"] == budget.name]
+    assert row["values"]["ratio"] == row["said"]["ratio"] == budget.options["ratio"]
+    assert list(row["said"]["curve"]) == list(budget.options["curve"])
+    assert row["to_no_cache"]["of"] == asked[0].name
 
 
 def test_a_cut_run_goes_on(bench: Bench, tmp_path: Path) -> None:

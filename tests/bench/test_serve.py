@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from unmask.bench import serve
 from unmask.bench.results import Results, flatten
 from unmask.bench.serve import Load, busy_share
+from unmask.engine.graphs import FixedSteps
 
 SIZES = {"num_bytes": 1 << 12, "size": 16}
 ENGINE = {"quantization": None, "enforce_eager": False, "kernels": "auto"}
@@ -36,6 +38,55 @@ def test_latency_with_its_yardsticks(tmp_path: Path) -> None:
         assert row["over_vanilla_one"] == pytest.approx(row["tokens_per_second"] / rows[-1]["tokens_per_second"])
     assert [row["tokens_per_pass"] for row in rows] == pytest.approx([64 / 23] * 4 + [1.0], rel=0.03)
     assert json.loads((tmp_path / "latency.json").read_text())["rows"] == rows
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Any], None] | None = None) -> None:
+    """Engines here get steps of fixed shape, launched as they are; in their first program ``wrong`` follows a step."""
+    made = serve.Bench.llm
+
+    def capture(step: Any) -> Callable[[], None]:
+        def run() -> None:
+            step()
+            if wrong is not None:
+                wrong(step)
+
+        return run
+
+    def llm(self: serve.Bench, load: Load) -> Any:
+        out = made(self, load)
+        out.engine.fixed = FixedSteps(out.engine.step_program, capture=capture)
+        return out
+
+    monkeypatch.setattr(serve.Bench, "llm", llm)
+
+
+@pytest.mark.parametrize("method", ["flash-dllm", "fast-dllm-dual"])
+def test_captured_steps_are_compared_with_eager_ones(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(None, [method], compare=False).rows[0]["same_as_eager"] is None, "nothing is captured on a CPU"
+    captured(monkeypatch)
+    results = Results("throughput", "cpu", None)
+    serve.throughput(results, "cpu", LOAD, [method], [1, 3], ceiling_sizes=SIZES, tell=lambda _: None)
+    assert [row["same_as_eager"] for row in results.rows] == [True, True]
+
+
+def test_no_speed_is_set_against_another_where_captured_steps_decide_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a replay that changes what the last pass committed. Its time is there, the ratios are not."""
+
+    def another_token(step: Any) -> None:
+        if step.policy.refreshes:  # not in the yardsticks
+            step.canvas.token_SN[step.canvas.commit_pass_SN > 0] = 7
+
+    captured(monkeypatch, another_token)
+    told: list[str] = []
+    results = Results("latency", "cpu", None)
+    serve.latency(results, "cpu", LOAD, ["flash-cache"], ceiling_sizes=SIZES, tell=told.append)
+    ours, *vanilla = results.rows
+    assert ours["same_as_eager"] is False
+    assert ours["tokens_per_second"] > 0
+    assert ours["over_vanilla_one"] is ours["over_vanilla_equal"] is None
+    assert told[0].endswith("NOT AS EAGER")
+    assert [row["same_as_eager"] for row in vanilla] == [True, True]
+    assert vanilla[-1]["over_vanilla_one"] == 1.0
 
 
 def test_throughput_over_seats(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from unmask.bench import shapes, whole_step
 from unmask.bench.floor import Ceilings
 from unmask.bench.results import Results
 from unmask.bench.shapes import SHAPES, random_network
-from unmask.bench.whole_step import Kind, fixed, kinds, make_pool, make_step, measure, seat_all
+from unmask.bench.whole_step import Kind, fixed, kinds, make_pool, make_step, measure, same_as_eager, seat_all
 from unmask.engine.step import READBACK
 from unmask.models.transformer import Transformer
 
@@ -39,10 +39,11 @@ def test_every_step_runs_its_rows_and_commits_its_tokens(kind: Kind, model: Tran
     pool = make_pool(model, 2, PROMPT + ANSWER, num_scratch=kind.drafter().num_scratch)
     step = make_step(kind, model, pool, 2, PROMPT + ANSWER)
     seat_all(step, kind, PROMPT, ANSWER, 3.0)
-    left = [ANSWER] * 2
+    left = step.canvas.undecided_SN().sum(1).tolist()
+    assert left == [ANSWER - (ANSWER // 32 if kind.begun else 0)] * 2
     for _ in range(10):
         step()
-        assert told(step, "overflow") == [0, 0]
+        assert told(step, "overflow") == told(step, "due") == [0, 0]
         assert all(kind.rows <= rows <= kind.rows + kind.second_rows for rows in told(step, "num_rows"))
         now, accepted = told(step, "num_undecided"), told(step, "num_accepted")
         gone = [before - after - extra for before, after, extra in zip(left, now, accepted)]
@@ -67,6 +68,46 @@ def test_a_step_that_runs_out_of_work_is_no_measurement(model: Transformer) -> N
     kind = kinds(128)["flash-cache"]
     pool = make_pool(model, 1, 128)
     assert not measure(kind, model, pool, CEILINGS, seats=1, prompt=64, answer=64, per_pass=3.0)["ok"]
+
+
+@pytest.mark.parametrize("name", ["flash-cache", "flash-dllm", "dual", "vanilla"])
+def test_policies_are_asked_as_in_the_engine(name: str) -> None:
+    """Whether a refresh is due is a part of the step: its kernels are timed."""
+    policy = kinds()[name].policy(0)
+    assert type(policy).due is getattr(policy.due, "__func__", None)
+
+
+def test_a_refresh_that_is_due_is_no_measurement(model: Transformer) -> None:
+    """Negative control: blocks of which nothing is committed begin with a refresh, for which there are no rows."""
+    kind = dataclasses.replace(kinds(PROMPT + ANSWER, ANSWER)["dual"], begun=False)
+    pool = make_pool(model, 1, PROMPT + ANSWER)
+    options: dict[str, Any] = {"seats": 1, "prompt": PROMPT, "answer": ANSWER, "per_pass": 3.0}
+    assert not measure(kind, model, pool, CEILINGS, **options)["ok"]
+
+
+@torch.inference_mode()
+def test_a_replay_that_decides_otherwise_is_no_measurement(model: Transformer) -> None:
+    """Negative controls: a replay that does nothing, one that commits another token, one that tells other numbers."""
+    kind = kinds(PROMPT + ANSWER, ANSWER)["flash-dllm"]
+    pool = make_pool(model, 2, PROMPT + ANSWER, num_scratch=kind.drafter().num_scratch)
+    step = make_step(kind, model, pool, 2, PROMPT + ANSWER)
+    seat_all(step, kind, PROMPT, ANSWER, 3.0)
+    step()
+    state = {name: value.clone() for name, value in vars(step.canvas).items() if isinstance(value, torch.Tensor)}
+
+    def another_token() -> None:
+        before_SN = step.canvas.final_SN.clone()
+        step()
+        step.canvas.token_SN[step.canvas.final_SN & ~before_SN] += 1
+
+    def other_numbers() -> None:
+        step()
+        step.readback[1, 0] += 1
+
+    assert same_as_eager(step, step)
+    assert not any(same_as_eager(step, wrong) for wrong in (lambda: None, another_token, other_numbers))
+    for name, value in state.items():
+        assert torch.equal(getattr(step.canvas, name), value), name
 
 
 def test_the_run_writes_row_by_row(tmp_path: Path) -> None:

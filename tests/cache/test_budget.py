@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oracles.golden import tiny_model
 from unmask.cache.budget import MIN_RATIO, PUBLISHED, BudgetCurve, counts, fit, published, uniform
+from unmask.engine.axes import Axes
 from unmask.errors import ConfigError
+from unmask.methods import Method
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "spa_budget.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
@@ -142,6 +146,101 @@ def test_a_ratio_that_is_no_fraction_of_two_reaches_its_count() -> None:
     assert counts(3, [0.1, 1.0, 0.5]) == [1, 3, 1]
 
 
+def test_a_peak_below_the_bound_lowers_it() -> None:
+    """A row that asks for little gets little, down to nothing; the bound is held where it is said."""
+    curve = PUBLISHED["LLaDA-8B-Instruct"]
+    for peak in (0.05, 0.0):
+        ratio_L = curve.ratios(32, max_ratio=peak)
+        assert (max(ratio_L), ratio_L[0]) == (peak, peak)
+        assert ratio_L[-1] == pytest.approx(peak * 0.6058, rel=1e-3)
+    assert curve.ratios(8, mean_ratio=0) == uniform(8, 0) == [0] * 8
+    assert counts(256, [0, 1e-6, 0.01]) == [0, 1, 2]
+
+
+# --- rows of the table
+
+
+def ratios_for(name: str, checkpoint: Path | None = None, **options: Any) -> list[float]:
+    family, layers = ("dream", 28) if name.startswith("Dream") else ("llada", 32)
+    config = replace(tiny_model(f"tiny-{family}").config, num_layers=layers)
+    method = Method(name="mine", title="", policy="drift", options={"curve": "auto", **options})
+    found: list[float] = Axes.of(method, config, None, checkpoint).policy.ratios  # type: ignore[attr-defined]
+    return found
+
+
+def checkpoint_of(parent: Path, *folders: str, **config: Any) -> Path:
+    path = parent.joinpath(*folders)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "model" in case], ids=lambda case: case["id"])
+def test_rows_have_the_golden_ratios(case: dict[str, Any], tmp_path: Path) -> None:
+    """As options say them, of the network that the checkpoint's name says; and of no other one."""
+    said = {"ratio": case["max_update_ratio"], "mean_ratio": case["avg_update_ratio"]}
+    options = {name: value for name, value in said.items() if value is not None}
+    if case["update_ratio_dist"] == "uniform":
+        options["curve"] = "uniform"
+    else:
+        options["min_ratio"] = case["min_update_ratio"]
+    got = ratios_for(case["model"], checkpoint_of(tmp_path, case["model"]), **options)
+    assert got == pytest.approx(case["ratio"], rel=1e-14)
+    if case["update_ratio_dist"] != "uniform":
+        for other in set(PUBLISHED) - {case["model"]}:
+            swapped = ratios_for(other, checkpoint_of(tmp_path, other), **options)
+            assert len(swapped) != len(got) or swapped != pytest.approx(case["ratio"], rel=1e-3)
+
+
+def test_the_name_goes_before_the_shape(tmp_path: Path) -> None:
+    """LLaDA-1.5 has the layers of LLaDA-8B-Instruct. Its name may be the directory's, the hub's or the config's."""
+    want = {name: ratios_for(name, checkpoint_of(tmp_path, name)) for name in PUBLISHED}
+    assert want["LLaDA-1.5"] != want["LLaDA-8B-Instruct"]
+    hub = ("hub", "models--GSAI-ML--LLaDA-1.5", "snapshots", "0a1b2c")
+    for checkpoint in (
+        checkpoint_of(tmp_path, "lower", "llada-1.5"),
+        checkpoint_of(tmp_path, *hub),
+        checkpoint_of(tmp_path, "mine", _name_or_path="GSAI-ML/LLaDA-1.5"),
+        checkpoint_of(tmp_path, "tuned", "LLaDA-1.5", _name_or_path="GSAI-ML/LLaDA-8B-Instruct"),
+    ):
+        assert ratios_for("LLaDA-1.5", checkpoint) == want["LLaDA-1.5"], checkpoint
+    for name in ("LLaDA-8B-Instruct", "Dream-v0-Instruct-7B"):  # of no name that is known, by shape
+        for checkpoint in (None, checkpoint_of(tmp_path, f"my-{name}", _name_or_path=3)):
+            assert ratios_for(name, checkpoint) == want[name]
+
+
+def test_forms_and_bounds_of_a_rows_curve() -> None:
+    curve = PUBLISHED["LLaDA-8B-Instruct"]
+    name = "LLaDA-8B-Instruct"
+    assert ratios_for(name, form="paper") == curve.ratios(32, max_ratio=0.25, form="paper")
+    assert ratios_for(name, form="paper", min_ratio=0.1) == curve.ratios(
+        32, max_ratio=0.25, min_ratio=0.1, form="paper"
+    )
+    own = (0.75, 0.03, 0.25, 0.13)
+    assert ratios_for(name, curve=own) == curve.ratios(32, min_ratio=0)
+    assert ratios_for(name, curve=own, min_ratio=1 / 16) == curve.ratios(32)
+    assert ratios_for(name, curve=own, mean_ratio=0.1) == curve.ratios(32, mean_ratio=0.1, min_ratio=0)
+    assert ratios_for(name, curve="uniform", mean_ratio=0.1) == [0.1] * 32
+    assert ratios_for(name, ratio=0) == [0] * 32
+    assert max(ratios_for(name, ratio=0.05)) == 0.05
+    with pytest.raises(ConfigError, match=r"min_ratio is 0.2; it lies in \[0, 0.1\]"):
+        ratios_for(name, ratio=0.1, min_ratio=0.2)
+    with pytest.raises(ConfigError, match=r"mean_ratio is 0\.9"):
+        ratios_for(name, mean_ratio=0.9)
+
+
+@pytest.mark.parametrize(
+    ("rank", "want"), [(1, 32), (1.0, 32), (0.5, 16), (0.34, 10), (0.001, 1), (2, 2), (32, 32), (128, 32)]
+)
+def test_a_rank_may_be_a_share(rank: float, want: int) -> None:
+    """Of the values' width. The default is cut to it; what a row says is not."""
+    config = replace(tiny_model("tiny-llada").config, num_heads=4, num_kv_heads=4, head_dim=8, hidden_size=32)
+    method = Method(name="mine", title="", policy="drift", options={"identifier": "proxy", "rank": rank})
+    assert Axes.of(method, config).policy.rank == want  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="rank=33, and the values of this network have 32 numbers; use at most 32"):
+        Axes.of(replace(method, options={"identifier": "proxy", "rank": 33}), config)
+
+
 @pytest.mark.parametrize("name", ["LLaDA-1.5", "GSAI-ML/LLaDA-1.5", "/models/LLaDA-1.5/"])
 def test_published_by_name(name: str) -> None:
     assert published(name) is PUBLISHED["LLaDA-1.5"]
@@ -160,14 +259,15 @@ CURVE = BudgetCurve(0.5, 0.1, 0.4, 0.2)
         (lambda: BudgetCurve(0.5, 0.5, 0.4, 0.2), r"rho_s is 0.5; it lies in \(0, rho_p\], and rho_p is 0.4"),
         (lambda: BudgetCurve(0.5, 0.1, 0.4, -0.2), "rho_e is -0.2"),
         (lambda: CURVE.ratios(0), "num_layers is 0; it is 1 or more"),
-        (lambda: CURVE.ratios(8, max_ratio=1.01), r"max_ratio is 1.01; it lies in \(0, 1\]"),
-        (lambda: CURVE.ratios(8, mean_ratio=0.9), r"mean_ratio is 0.9; it lies in \(0, 0.7"),
-        (lambda: CURVE.ratios(8, mean_ratio=0), "mean_ratio is 0"),
+        (lambda: CURVE.ratios(8, max_ratio=1.01), r"max_ratio is 1.01; it lies in \[0, 1\]"),
+        (lambda: CURVE.ratios(8, mean_ratio=0.9), r"mean_ratio is 0.9; it lies in \[0, 0.7"),
+        (lambda: CURVE.ratios(8, mean_ratio=-0.1), "mean_ratio is -0.1"),
         (lambda: CURVE.ratios(8, max_ratio=0.2, mean_ratio=0.1), "give one"),
         (lambda: CURVE.ratios(8, min_ratio=0.5), r"min_ratio is 0.5; it lies in \[0, 0.4\]"),
-        (lambda: CURVE.ratios(8, max_ratio=0.05), r"min_ratio is 0.0625; it lies in \[0, 0.05\]"),
+        (lambda: CURVE.ratios(8, max_ratio=0.05, min_ratio=0.0625), r"min_ratio is 0.0625; it lies in \[0, 0.05\]"),
         (lambda: CURVE.ratios(8, form="papers"), "form is 'papers'; known: released, paper"),  # type: ignore[arg-type]
-        (lambda: uniform(8, 0), "ratio is 0"),
+        (lambda: uniform(8, -0.1), r"ratio is -0.1; it lies in \[0, 1\]"),
+        (lambda: uniform(8, math.nan), "ratio is nan"),
         (lambda: uniform(0, 0.5), "num_layers is 0"),
         (lambda: counts(0, [0.5]), "num_positions is 0"),
         (lambda: counts(8, [0.5, 1.5]), "ratio is 1.5"),

@@ -110,9 +110,9 @@ def test_the_rows_of_every_pass(each: Golden, monkeypatch: pytest.MonkeyPatch) -
     llm, rows = engine(each["model"], row_of(each)), []
     count = type(llm.engine.canvas).count_pass
 
-    def counted(self: Canvas, num_rows_S: Tensor) -> None:
+    def counted(self: Canvas, num_rows_S: Tensor, **more: bool) -> None:
         rows.append(int(num_rows_S.sum()))
-        count(self, num_rows_S)
+        count(self, num_rows_S, **more)
 
     monkeypatch.setattr(Canvas, "count_pass", counted)
     generate(llm, [each])

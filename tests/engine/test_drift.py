@@ -166,7 +166,7 @@ def test_the_chosen_rows_are_the_references(
 
 
 def test_a_token_that_was_just_committed_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``new_first`` whatever its drift; and the number stays."""
+    """With ``new_first`` whatever its drift; and the number stays where it is one of those that drifted most."""
     watch = Watch(monkeypatch)
     method = row("tiny-llada", **{**SPA, "new_first": "yes", "ratio": 0.25})
     params = SamplingParams(max_tokens=24, block_length=24, steps=24, trajectory=True, ignore_eos=True)

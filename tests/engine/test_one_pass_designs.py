@@ -222,9 +222,30 @@ def test_sizes_have_bounds() -> None:
 def test_every_design_has_cells_and_a_plain_rule_to_beat() -> None:
     every = SCRIPT.cells()
     assert len({cell.name for cell in every}) == len(every)
-    assert {cell.drafter for cell in every} == {None, "nested", *SCRIPT.DESIGNS}
+    assert {cell.drafter for cell in every} == {None, *SCRIPT.DESIGNS}
     thresholds = {cell.sampling["threshold"] for cell in every if cell.method == "window"}
     assert {cell.sampling["threshold"] for cell in every} <= thresholds
+
+
+def test_what_verifies_already_is_asked_before_other_designs() -> None:
+    """Thresholds as high as eps and as gamma, one draft, two passes and nested drafts: a cut run has them."""
+    every = SCRIPT.cells()
+    number = next(place for place, cell in enumerate(every) if cell.drafter not in (None, "chain"))
+    early = every[:number]
+    for said in ({"threshold": 0.95, "decode_window": 16}, {"threshold": 0.8, "decode_window": 16}):
+        assert any(cell.method == "window" and cell.sampling == said for cell in early)
+    for threshold, gamma, width in SCRIPT.FIRST:
+        said = {"threshold": threshold, "gamma": gamma, "decode_window": width}
+        asked = [cell for cell in early if said.items() <= cell.sampling.items()]
+        assert [cell.sampling.get("search") for cell in asked] == [None, 1, None]
+        assert [cell.row().drafter for cell in asked] == ["one-pass", "one-pass", "two-pass"]
+    assert [cell.method for cell in early if "block_length" in cell.sampling] == [
+        "freedave",
+        "fast-dllm-dual",
+        "confidence",
+    ]
+    assert number <= 12
+    assert sum(cell.sampling["threshold"] > 1 for cell in every[:-5]) == 0
 
 
 def test_a_small_run(tmp_path: Path) -> None:

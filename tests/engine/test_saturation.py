@@ -3,7 +3,7 @@ same passes as with everything recomputed. In mixed batches, guided, drawn, endi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +17,14 @@ from engine.test_d2f_promises import SealedAtOnce, pipelined
 from oracles.flash import made_up_prompt
 from unmask import LLM, SamplingParams
 from unmask.engine import axes, prompts
+from unmask.engine.graphs import FixedSteps
 from unmask.engine.outputs import CompletionOutput
-from unmask.methods import Method
+from unmask.methods import FRONTIERS, Method
 
 drawn = settings(max_examples=6, deadline=None, derandomize=True)
 LLADA = GOLDEN[:2]
+BOTH = GOLDEN[1:]
+"""Of each family."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,21 @@ class Pair:
     guided: bool = True
     told: Callable[[CompletionOutput], Any] = facts
     """What of an output must be equal."""
+    unsaturated_method: Method | None = None
+    """Where the setting is an option, not a field of a request."""
+    fixed: bool = False
+    """Its ordinary passes are to be of fixed shape: some of a saturated run are."""
 
     @property
-    def is_by_block(self) -> bool:
-        return self.method.frontier == "blocks"
+    def leads(self) -> bool:
+        """On Dream it decides a block's first position first, and so must the yardstick."""
+        return self.method.policy in ("prefix", "dual")
+
+    def engine(self, model: str, method: Method) -> LLM:
+        llm = load(model, method)
+        if self.fixed:
+            llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=lambda step: step)
+        return llm
 
 
 def by_step(out: CompletionOutput) -> Any:
@@ -54,6 +68,72 @@ NO_TRACKING = {"track": 200, "refresh_window": 200}
 TRACKING = {"track": 1, "refresh_window": 1}
 FLASH = {"track": 6, "refresh_window": 9}
 TWO_PASS = {"search": 4}
+ALWAYS = {"refresh_interval": 1}
+ANEW = {"refresh_interval": 1, "answer_interval": 1}
+FEW = {"ratio": 0.25}
+WRITES = ("dense", "values", "sparse")
+
+
+def drift(frontier: str = "blocks", **options: Any) -> Method:
+    return bare("dllm-cache", frontier=frontier, options=options)
+
+
+def elastic(frontier: str = "window", **options: Any) -> Method:
+    return bare("elastic-cache", frontier=frontier, options=options)
+
+
+def plain(frontier: str) -> Method:
+    """No cache."""
+    return bare("confidence", frontier=frontier)
+
+
+def drifting() -> Iterator[Pair]:
+    """Everything is renewed in every pass; or the prompt is, and every row of the answer is chosen; or it is chosen
+    where another run renews the answer, beside a prompt that is old in both."""
+    spa = {"identifier": "proxy", "writes": "dense", "refresh": "together"}
+    for name, frontier, options in (
+        ("dllm-cache", "blocks", {}),
+        ("spa-cache", "window", spa),
+        ("drift-input", "whole", {"identifier": "input", "writes": "sparse", "kept": "chosen"}),
+    ):
+        yield Pair(name, drift(frontier, **options, **FEW), ANEW, {}, plain(frontier), {}, models=BOTH)
+    for writes, frontier, options in zip(
+        WRITES,
+        ("blocks", "window", "whole"),
+        ({"identifier": "proxy"}, {}, {"identifier": "input", "new_first": "yes"}),
+    ):
+        every, some = (drift(frontier, writes=writes, **options, ratio=ratio) for ratio in (1.0, 0.25))
+        name = f"drift-all-chosen-{writes}"
+        yield Pair(name, every, ALWAYS, ALWAYS, plain(frontier), {}, models=BOTH, unsaturated_method=some)
+    every, some = (drift("blocks", **spa, ratio=ratio) for ratio in (1.0, 0.25))
+    seldom, anew = {"refresh_interval": 4}, {"refresh_interval": 4, "answer_interval": 1}
+    for fixed in (False, True):
+        name = "drift-all-chosen-is-anew" + "-fixed" * fixed
+        yield Pair(name, every, seldom, seldom, some, anew, models=BOTH, unsaturated_method=some, fixed=fixed)
+
+
+def delayed() -> Iterator[Pair]:
+    """With a refresh in every pass. What is kept for good, `prefill` and `pd`, has no such setting."""
+    for variant, frontier in (("decode", "blocks"), ("decode", "window"), ("greedy", "blocks"), ("greedy", "whole")):
+        said = {"frontier": frontier, "schedule": "even" if frontier == "window" else "family"}
+        method = bare("dkv-cache", **said, options={"variant": variant})
+        yardstick = bare("dkv-cache", **said, policy="recompute")
+        yield Pair(f"dkv-{variant}-{frontier}", method, ALWAYS, {}, yardstick, {}, models=BOTH)
+
+
+def elastics() -> Iterator[Pair]:
+    """Every pass trips in the first layer, which is redone; or none does, and every position runs all the same."""
+    for frontier, masks in (("window", "window"), ("blocks", "all"), ("block-window", "window")):
+        method, never = elastic(frontier, tripping="redo", masks=masks), {"track": 2, "drift_threshold": 0.0}
+        tripping = {"track": 2, "drift_threshold": 2.0}
+        yield Pair(f"elastic-{frontier}", method, tripping, never, plain(frontier), {}, models=LLADA[1:], guided=False)
+    kept = elastic(masks="all", tripping="keep")
+    said = {"track": 200, "drift_threshold": 0.0}
+    yield Pair(
+        "elastic-all-tracked", kept, said, said | {"track": 1}, plain("window"), {}, models=LLADA[1:], guided=False
+    )
+
+
 PAIRS = [
     *(
         Pair(
@@ -98,6 +178,9 @@ PAIRS = [
         guided=False,
         told=by_step,
     ),
+    *drifting(),
+    *delayed(),
+    *elastics(),
 ]
 each_pair = pytest.mark.parametrize(
     ("pair", "model"),
@@ -139,10 +222,7 @@ def asked(draw: st.DrawFn, pair: Pair, model: str) -> Ask:
     """A request: any rule, maybe guided or drawn, maybe an end of text, maybe some tokens given and no prompt."""
     length = draw(st.integers(1, 18))
     said = draw(st.sampled_from(RULES)) | {"seed": draw(st.integers(0, 9)), "trajectory": True}
-    if pair.is_by_block:
-        said["block_length"] = draw(st.integers(1, 9))
-    else:
-        said["decode_window"] = draw(st.integers(1, 9))
+    said |= {name: draw(st.integers(1, 9)) for name in FRONTIERS[pair.method.frontier]}
     said["temperature"] = draw(st.sampled_from([0.0, 0.0, 0.0, 1.0]))
     prompt = made_up_prompt(draw(st.integers(1, 20)), draw(st.integers(0, 9)))
     arrives = draw(st.integers(0, 6))
@@ -170,8 +250,8 @@ def test_a_saturated_cache_is_no_cache(
     @drawn
     @given(st.lists(asked(pair, model), min_size=2, max_size=4))
     def check(asks: list[Ask]) -> None:
-        got = serve(load(model, pair.method), saying(asks, pair.saturated))
-        with leading() if pair.is_by_block else nullcontext():
+        got = serve(pair.engine(model, pair.method), saying(asks, pair.saturated))
+        with leading() if pair.leads else nullcontext():
             want = serve(load(model, pair.yardstick), saying(asks, pair.yardstick_says))
         assert [pair.told(each) for each in got] == [pair.told(each) for each in want]
 
@@ -184,12 +264,13 @@ def test_an_unsaturated_cache_is_one(
 ) -> None:
     """Negative control: the comparison sees a cache that is one, and drafts that are accepted."""
     said: dict[str, Any] = {"max_tokens": 24, "threshold": 0.7, "ignore_eos": True, "trajectory": True}
-    said |= {"block_length": 8} if pair.is_by_block else {"decode_window": 8}
+    said |= dict.fromkeys(FRONTIERS[pair.method.frontier], 8)
     asks = [Ask(made_up_prompt(9 + seed, seed), SamplingParams(**said)) for seed in range(4)]
-    with leading() if pair.is_by_block else nullcontext():
+    with leading() if pair.leads else nullcontext():
         want = serve(load(model, pair.yardstick), saying(asks, pair.yardstick_says))
-    for fields, equal in ((pair.saturated, True), (pair.unsaturated, False)):
-        got = serve(load(model, pair.method), saying(asks, fields))
+    runs = ((pair.method, pair.saturated, True), (pair.unsaturated_method or pair.method, pair.unsaturated, False))
+    for method, fields, equal in runs:
+        got = serve(pair.engine(model, method), saying(asks, fields))
         told = [[pair.told(replace(each, num_rows=0)) for each in outs] for outs in (got, want)]
         assert (told[0] == told[1]) == equal
 
@@ -232,37 +313,45 @@ SHAPES: dict[str, list[int | None]] = {
     "blocks of given tokens first": [*range(20, 31), None, None, 9],
     "all": [None] * 9,
 }
-CACHES: list[tuple[str, dict[str, Any], str]] = [
-    ("d2f", {}, "d2f-uncached"),
-    ("fast-dllm-dual", {"refresh_interval": 1}, ""),
-    ("fast-dllm-prefix", {"refresh_interval": 1}, ""),
-    ("flash-cache", NO_TRACKING, "window"),
+CACHES: list[tuple[Method, dict[str, Any], Method]] = [
+    (bare("d2f"), {}, bare("d2f-uncached")),
+    (bare("fast-dllm-dual"), ALWAYS, bare("fast-dllm-dual", policy="recompute")),
+    (bare("fast-dllm-prefix"), ALWAYS, bare("fast-dllm-prefix", policy="recompute")),
+    (bare("flash-cache"), NO_TRACKING, bare("window")),
+    (drift(), ANEW, plain("blocks")),
+    (drift("window", ratio=1.0), ALWAYS, plain("window")),
+    (bare("dkv-cache"), ALWAYS, bare("dkv-cache", policy="recompute")),
+    (elastic(tripping="redo"), {"track": 2, "drift_threshold": 2.0}, plain("window")),
 ]
 
 
 @pytest.mark.parametrize("prompt", [0, 17], ids="prompt-{}".format)
 @pytest.mark.parametrize(
-    ("method", "fields", "yardstick"), CACHES, ids=lambda each: each if isinstance(each, str) else ""
+    ("model", "method", "fields", "yardstick"),
+    [
+        pytest.param(model, *each, id="-".join((model, each[0].name, each[0].frontier)))
+        for model in GOLDEN
+        for each in CACHES
+        if model in LLADA or each[0].policy != "elastic"  # it takes no shifted logits
+    ],
 )
-@pytest.mark.parametrize("model", GOLDEN)
 def test_infilling(
     model: str,
-    method: str,
+    method: Method,
     fields: dict[str, Any],
-    yardstick: str,
+    yardstick: Method,
     prompt: int,
     leading: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Given tokens stay as they are, every hole is filled, and the answers are those without a cache."""
-    by_block = method != "flash-cache"
     said: dict[str, Any] = {"threshold": 0.6, "trajectory": True}
-    said |= {"block_length": 4} if by_block else {"decode_window": 4}
+    said |= {"decode_window": 4} if method.frontier == "window" else {"block_length": 4}
     texts = list(SHAPES.values())
     asks = [Ask(made_up_prompt(prompt, 1) if prompt else (), SamplingParams(**said), tuple(text)) for text in texts]
-    llm = load(model, bare(method))
+    llm = load(model, method)
     outs = [infill(llm, ask, fields) for ask in asks]
-    with leading() if method.startswith("fast") else nullcontext():
-        want = serve(load(model, bare(yardstick) if yardstick else bare(method, policy="recompute")), asks)
+    with leading() if method.policy in ("prefix", "dual") else nullcontext():
+        want = serve(load(model, yardstick), asks)
     for ask, out in zip(asks, outs):
         assert ask.given is not None
         assert all(pinned in (None, token) for pinned, token in zip(ask.given, out.token_ids, strict=True))
@@ -283,9 +372,10 @@ def infill(llm: LLM, ask: Ask, fields: Mapping[str, Any]) -> CompletionOutput:
 
 def test_a_given_token_matters() -> None:
     """Negative control of the infilling tests: another given token, other answers."""
-    params, text = SamplingParams(threshold=0.6, block_length=4), SHAPES["inside"]
-    for name in ("d2f", "fast-dllm-dual", "fast-dllm-prefix"):
-        asks = [Ask((), params, (token, *text[1:])) for token in (7, 150)]
-        one, other = (out.token_ids[1:] for out in serve(load("tiny-llada", bare(name)), asks))
+    for method, _, _ in CACHES:
+        said = {"decode_window": 4} if method.frontier == "window" else {"block_length": 4}
+        params = SamplingParams(threshold=0.6, **said)
+        asks = [Ask((), params, (token, *SHAPES["inside"][1:])) for token in (7, 150)]
+        one, other = (out.token_ids[1:] for out in serve(load("tiny-llada", method), asks))
         assert one != other
-    assert answer_of(load("tiny-llada", bare("d2f")), asks[0]).prompt_ids == []
+    assert answer_of(load("tiny-llada", method), asks[0]).prompt_ids == []

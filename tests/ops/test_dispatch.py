@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,9 @@ from unmask.ops.reference.fp8 import Fp8Rows, Fp8Weight
 
 @pytest.fixture(autouse=True)
 def _ask_again() -> Iterator[None]:
-    dispatch.why_not.cache_clear()
+    dispatch._why_not.cache_clear()
     yield
-    dispatch.why_not.cache_clear()
+    dispatch._why_not.cache_clear()
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
@@ -91,6 +92,40 @@ def test_what_wants_a_gradient_goes_to_the_reference() -> None:
     assert dispatch.kernel("norm", x, wants) is None
     with torch.no_grad():
         assert dispatch.kernel("norm", x, wants)
+
+
+class OnGpu1(OnGpu):
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("named")
+def test_a_tensors_own_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the current one, whatever was asked before; and each but once."""
+    asked: list[torch.device | None] = []
+
+    def capability(device: torch.device | None = None) -> tuple[int, int]:
+        asked.append(device)
+        return (7, 5) if device is not None and device.index == 1 else (9, 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    for _ in range(2):
+        assert dispatch.kernel("norm", on_gpu(2)) is not None
+        assert dispatch.kernel("norm", torch.zeros(2).as_subclass(OnGpu1)) is None
+    assert [each.index for each in asked if each is not None] == [None, 1]
+    ops.check_kernels("triton")  # where nobody names one, the current, anew each time
+    ops.check_kernels("triton")
+    assert asked[2:] == [None, None]
+
+
+def test_a_gpu_is_the_current_one_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    with ops.on(torch.device("cpu")):
+        pass
+    assert not entered
+    with ops.on(torch.device("cuda", 1)):
+        pass
+    assert entered == [torch.device("cuda", 1)]
 
 
 def taken(name: str, calls: list[str], **functions: Any) -> Any:

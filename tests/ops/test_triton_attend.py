@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ops.conftest import DEVICE, load_kernels
 from ops.test_attend import Case, fixed, make, real_rows
+from unmask import ops
 from unmask.ops.reference import attend as reference
+from unmask.ops.reference.drift import picked
 
 kernels = load_kernels("attend")
 triton = pytest.importorskip("triton")
@@ -54,6 +56,11 @@ def sample(
 def on_device(sight: reference.Sight) -> reference.Sight:
     tensors = {name: value for name, value in vars(sight).items() if isinstance(value, Tensor)}
     return replace(sight, **{name: value.to(DEVICE) for name, value in tensors.items()})  # type: ignore[arg-type]
+
+
+def off_device(sight: reference.Sight) -> reference.Sight:
+    tensors = {name: value.cpu() for name, value in vars(sight).items() if isinstance(value, Tensor)}
+    return replace(sight, **tensors, whole=None)  # type: ignore[arg-type]
 
 
 def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, reference.Sight]:
@@ -183,14 +190,17 @@ def test_rows_that_see_nothing_are_zero(num_live: int | None, per_seat: int | No
     close(out_M, exact)
 
 
-def test_a_pass_that_sees_nothing_and_a_pass_without_rows() -> None:
+def test_a_pass_that_sees_nothing_and_a_pass_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     case = sample((2, 5), num_live=None)
     blind = case.looking(see_M=torch.zeros_like(case.sight.see_M), num_keys=0)
     assert torch.equal(attend(blind, SHARED), torch.zeros(7, 4, 16))
     empty = sample((0, 0))
     assert attend(empty).shape == (0, 4, 16)
-    q_M, k_E, _, sight = inputs(empty, torch.float32)
-    assert not kernels.tracking_mass(q_M, k_E, sight, empty.counts_M.to(DEVICE)).any()
+    q_M, k_E, v_E, sight = inputs(empty, torch.float32)
+    monkeypatch.setattr(ops, "kernel", lambda *_: kernels)
+    for softmax in (False, True):
+        assert ops.attend(q_M, k_E, v_E, sight, ops.MassSum(empty.counts_M.to(DEVICE), softmax)).shape == (0, 4, 16)
+        assert not ops.tracking_mass(q_M, k_E, sight, empty.counts_M.to(DEVICE), softmax=softmax).any()
 
 
 @pytest.mark.parametrize(
@@ -335,6 +345,51 @@ def test_tables_are_made_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 4
 
 
+def packed(sight: reference.Sight, most: int, seed: int) -> tuple[Tensor, reference.Sight]:
+    """About half of a pass's rows of fixed shape, and what they see."""
+    assert sight.per_seat is not None
+    chosen_M = (torch.rand(len(sight.see_M), generator=torch.Generator().manual_seed(seed)) < 0.5).to(DEVICE)
+    part = picked(chosen_M, sight.per_seat, most, torch.ones_like(sight.seat_M), sight.see_M)
+    return part.rows_P, sight.part(part.seat_P, part.see_P, part.num_S, most)
+
+
+@pytest.mark.parametrize("tile", [WHOLE, SHARED])
+@pytest.mark.parametrize(("heads", "per_seat"), [((2, 2), 22), ((3, 1), 23)])
+def test_parts_of_a_pass_share_its_tables(
+    heads: tuple[int, int], per_seat: int, tile: kernels.Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows picked anew in each layer, never as many twice: one table of entries, and one that says how far seats see
+    beside the whole's own."""
+    made: list[str] = []
+    for name in ("_make_entries", "_make_blocks"):
+        make_table = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *a, make_table=make_table, name=name: made.append(name) or make_table(*a)
+        )
+    q_M, k_E, v_E, sight = inputs(sample(heads=heads, num_live=None, per_seat=per_seat), torch.float32)
+    kernels.attend_in_tiles(q_M, k_E, v_E, sight, tile)
+    for most in (1, 9, per_seat):
+        rows_P, part = packed(sight, most, seed=most)
+        exact = reference.attend(*(each.cpu().double() for each in (q_M[rows_P], k_E, v_E)), off_device(part))
+        close(kernels.attend_in_tiles(q_M[rows_P], k_E, v_E, part, tile).cpu(), exact)
+    assert made == ["_make_blocks", "_make_entries", "_make_blocks"]
+
+
+def test_ragged_parts_share_the_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks depend on how many rows they have."""
+    made: list[int] = []
+    make_entries = kernels._make_entries
+    monkeypatch.setattr(kernels, "_make_entries", lambda *a: made.append(1) or make_entries(*a))
+    q_M, k_E, v_E, sight = inputs(sample(heads=(4, 2), num_live=None), torch.float32)
+    for step in (2, 3):
+        rows_P = torch.arange(len(q_M), device=DEVICE)[::step]
+        seat_P, see_P = sight.seat_M[rows_P], sight.see_M[rows_P]
+        part = sight.part(seat_P, see_P, torch.bincount(seat_P, minlength=len(ROWS)), None)
+        exact = reference.attend(*(each.cpu().double() for each in (q_M[rows_P], k_E, v_E)), off_device(part))
+        close(kernels.attend(q_M[rows_P], k_E, v_E, part).cpu(), exact)
+    assert len(made) == 1
+
+
 def test_few_rows_are_shared_and_many_are_not() -> None:
     """Every processor of an H200 has work, and none has less than 128 keys."""
 
@@ -392,6 +447,7 @@ JITFunction.__getitem__ = launch
 found = []
 from ops.conftest import DEVICE, load_kernels
 from ops.test_attend import make
+from unmask.ops.reference.drift import picked
 from unmask.ops.triton import attend as kernels, launch
 launch.early = lambda device: True
 for heads, num_live, per_seat in (((4, 4), None, 128), ((14, 2), 5, None)):
@@ -406,12 +462,19 @@ for heads, num_live, per_seat in (((4, 4), None, 128), ((14, 2), 5, None)):
                     kernels.attend_and_mass(q_M, k_E, k_E, case.sight, case.counts_M, tile)
                 else:
                     kernels.attend_in_tiles(q_M, k_E, k_E, case.sight, tile)
+        each = picked(case.counts_M, 128, 32, case.sight.seat_M, case.sight.see_M)
+        part = case.sight.part(each.seat_P, each.see_P, each.num_S, 32)
+        for layer in range(2):
+            kernels.attend_in_tiles(q_M[each.rows_P], k_E, k_E, part, kernels._tile_for(32, 12, 1536, False, 132))
     else:
         kernels.attend_in_tiles(q_M, k_E, k_E, case.sight, kernels._tile_for(64, 8, 1536, False, 132))
         kernels.tracking_mass(q_M, k_E, case.sight, case.counts_M)
         kernels.tracking_mass(q_M, k_E, case.sight, case.counts_M, softmax=True)
 print(json.dumps([
-    (name, block_m, shared, "wgmma.mma_async" in ptx, "cp.async.cg" in ptx, "serialized" in assembled(ptx))
+    (
+        name, block_m, shared, "wgmma.mma_async" in ptx, "cp.async.cg" in ptx, "serialized" in assembled(ptx),
+        ptx.partition("griddepcontrol.wait")[0].count("ld.global"),
+    )
     for name, block_m, shared, ptx in found
 ]))
 """
@@ -429,8 +492,12 @@ def test_every_kernel_compiles_for_an_h200() -> None:
     written = {name for name in vars(kernels) if name.endswith("_kernel")}
     assert {name for name, *_ in found} == written
     sweeps = [each for each in found if each[0] == "_sweep_kernel"]
-    assert len(sweeps) == 6
-    for _, block_m, shared, on_matrix_units, asynchronous, serialized in sweeps:
+    assert len(sweeps) == 8
+    # Before the kernel in front has ended a part reads how far the whole's rows see, and nothing of its own rows: those
+    # were picked in this layer. The whole reads how far each of its rows sees, too.
+    _, whole, *_, first_part, second_part, _, _ = (each[-1] for each in sweeps)
+    assert first_part == second_part == 2 < whole
+    for _, block_m, shared, on_matrix_units, asynchronous, serialized, _ in sweeps:
         assert on_matrix_units
         assert asynchronous
         assert not serialized

@@ -1,5 +1,5 @@
-"""The Triton kernels of `drift` and `furthest` against the reference: interpreted on the CPU, compiled where there is a
-GPU.
+"""The Triton kernels of `drift`, `furthest` and `picked` against the reference: interpreted on the CPU, compiled where
+there is a GPU.
 
 M rows, R numbers of a row, E entries, S seats
 """
@@ -70,6 +70,23 @@ def test_small_drift_keeps_its_digits() -> None:
     assert float(1 - torch.nn.functional.cosine_similarity(new_MR, old_MR)) != pytest.approx(5e-11, rel=0.5)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter: inf / inf, the largest of NaN
+@pytest.mark.parametrize("size", [2, 33])
+def test_what_is_no_number_has_drifted_by_none(size: int) -> None:
+    """Wherever it stands, and whatever it meets, a zero vector too; infinities have no direction."""
+    nan, inf = torch.nan, torch.inf
+    new_MR, old_MR = torch.zeros(8, size), torch.ones(8, size)
+    new_MR[:, 0] = torch.tensor([nan, nan, inf, 1, 1, nan, 3, 0])
+    new_MR[0] = nan
+    old_MR[3:5, 1] = torch.tensor([nan, -inf])
+    old_MR[5] = 0
+    kept_ER, at_M = torch.cat((old_MR[:1], old_MR)).to(DEVICE), torch.arange(1, 9, device=DEVICE)
+    ours = kernels.drift(new_MR.to(DEVICE), kept_ER, at_M)
+    exact = reference.drift(new_MR.to(DEVICE), kept_ER, at_M)
+    assert exact.isnan().tolist() == [True] * 6 + [False] * 2
+    torch.testing.assert_close(ours, exact, rtol=2e-5, atol=1e-12, equal_nan=True)
+
+
 def seats(sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Seat of each row, and where each seat's rows begin."""
     sizes_S = torch.tensor(sizes, device=DEVICE)
@@ -96,6 +113,49 @@ def test_the_furthest_are_the_reference(sizes: list[int], levels: int) -> None:
         counted = torch.zeros_like(count_S).index_add_(0, seat_M, ours.long())
         there = torch.zeros_like(count_S).index_add_(0, seat_M, optional_M.long())
         assert torch.equal(counted, torch.minimum(count_S, there))
+
+
+def test_no_number_is_the_furthest_and_is_counted() -> None:
+    """As far as infinity, so that the leftmost of both come first; and nobody is chosen beyond the count."""
+    seat_M, first_S = seats([6, 3])
+    drift_M = torch.tensor([2.0, torch.nan, torch.inf, 1, torch.nan, 0, 0, torch.nan, 2], device=DEVICE)
+    optional_M = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1], device=DEVICE).bool()
+    for counts, wanted in (([1, 1], [2, 7]), ([2, 2], [2, 4, 7, 8]), ([3, 0], [0, 2, 4])):
+        count_S = torch.tensor(counts, device=DEVICE)
+        for way in (kernels, reference):
+            chosen = way.furthest(drift_M, optional_M, seat_M, first_S, count_S)
+            assert chosen.nonzero()[:, 0].tolist() == wanted, way
+
+
+def test_rows_that_must_come_on_top() -> None:
+    seat_M, first_S = seats([5, 40])
+    drift_M, count_S = randn(45).abs(), torch.tensor([2, 7], device=DEVICE)
+    must_M = torch.arange(45, device=DEVICE) % 4 == 1
+    given = (drift_M, ~must_M, seat_M, first_S, count_S)
+    for way in (kernels, reference):
+        assert torch.equal(way.furthest(*given, must_M), way.furthest(*given) | must_M)
+    assert torch.equal(kernels.furthest(*given, must_M), reference.furthest(*given, must_M))
+
+
+@pytest.mark.parametrize(("per_seat", "most"), [(1, 1), (16, 4), (48, 48), (48, 1), (1100, 275)])
+def test_the_packed_rows_are_the_reference(per_seat: int, most: int) -> None:
+    """Seats with no row, with as many as there is room for, more and fewer; seats of several steps."""
+    num_seats = 4
+    share = torch.tensor([0, most / per_seat, 1, 0.5 * most / per_seat])[:, None]
+    chosen_M = (torch.rand(num_seats, per_seat, generator=torch.Generator().manual_seed(per_seat)) < share).flatten()
+    chosen_M = chosen_M.to(DEVICE)
+    write_M = torch.arange(len(chosen_M), device=DEVICE) + 7
+    see_M = torch.arange(1, len(chosen_M) + 1, dtype=torch.int32, device=DEVICE)
+    ours = kernels.picked(chosen_M, per_seat, most, write_M, see_M)
+    exact = reference.picked(chosen_M, per_seat, most, write_M, see_M)
+    for name, one, other in zip(exact._fields, ours, exact):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+    valid_P = exact.write_P > 0
+    wanted_M = chosen_M & (chosen_M.view(num_seats, -1).cumsum(1).flatten() <= most)
+    assert exact.rows_P[valid_P].tolist() == wanted_M.nonzero()[:, 0].tolist()
+    assert exact.seat_P.tolist() == (exact.rows_P // per_seat).tolist()
+    assert not exact.see_P[~valid_P].any()
+    assert exact.num_S.tolist() == wanted_M.view(num_seats, -1).sum(1).tolist()
 
 
 def test_of_equals_the_leftmost() -> None:
@@ -129,13 +189,17 @@ for size, new, kept, keep in (
     (320, torch.float32, torch.bfloat16, flags),
 ):
     kernels.drift(torch.zeros(9, size, dtype=new), torch.zeros(40, size, dtype=kept), rows, keep)
-kernels.furthest(torch.zeros(9), flags, rows, torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+for must in (None, flags):
+    seats = rows, torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    kernels.furthest(torch.zeros(9), flags, *seats, must)
+for per_seat, most in ((9, 1), (1, 1), (3, 2)):
+    kernels.picked(flags, per_seat, most, rows, rows.int())
 """
 
 
 def test_they_compile_for_an_h200() -> None:
     """A row in loads of 16 bytes."""
     found = compile_for_h200(CALLS)
-    assert [name for name, *_ in found] == ["_drift_kernel"] * 3 + ["_furthest_kernel"]
+    assert [name for name, *_ in found] == ["_drift_kernel"] * 3 + ["_furthest_kernel"] * 2 + ["_picked_kernel"] * 3
     assert all("ld.global.v4.b32" in ptx for _, _, ptx in found[:2])
     assert all(shared < 48 << 10 for _, shared, _ in found)

@@ -3,7 +3,8 @@
 Each operation is first checked at awkward sizes, then measured at the sizes that steps have, where it is checked again.
 Ceilings are measured in the same run.
 
-M rows, D hidden size, F MLP size, V vocabulary, C scored rows, H query heads, Hkv key heads, hd head size, E entries
+M rows, D hidden size, F MLP size, V vocabulary, C scored rows, H query heads, Hkv key heads, hd head size, E entries,
+S seats, Q rows of a seat, R numbers that are kept of a row, P packed rows, b banned ids
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unmask import ops as unmask_ops
-from unmask.bench import kernels_attend
-from unmask.bench.checking import BOUNDS, error, poisoned
+from unmask.bench import kernels_attend, kernels_fp8
+from unmask.bench.checking import BOUNDS, WORST, errors_of, poisoned, worst_error
 from unmask.bench.floor import Cost, elementwise_cost, linear_cost, measure_ceilings, project_cost, stats_cost
 from unmask.bench.names import OPS
 from unmask.bench.results import Results
@@ -57,6 +58,9 @@ class Ops:
     linear_swiglu: Callable[[Tensor, Tensor], Any]
     drift: Callable[..., Tensor]
     furthest: Callable[..., Tensor]
+    picked: Callable[..., drift_reference.Picked]
+    fp8: Any = None
+    """What is in `kernels_fp8.ReferenceKernels`; None where 8-bit floats are not multiplied."""
 
 
 def triton_ops() -> Ops:
@@ -75,6 +79,8 @@ def triton_ops() -> Ops:
         linear_swiglu=unmask_ops.linear_swiglu,
         drift=drift.drift,
         furthest=drift.furthest,
+        picked=drift.picked,
+        fp8=kernels_fp8.triton_kernels(),
     )
 
 
@@ -88,10 +94,12 @@ def reference_ops() -> Ops:
         rms_norm=norm_reference.rms_norm,
         add_rms_norm=norm_reference.add_rms_norm,
         swiglu=mlp_reference.swiglu,
-        linear=F.linear,
+        linear=linear_reference.linear,
         linear_swiglu=linear_reference.linear_swiglu,
         drift=drift_reference.drift,
         furthest=drift_reference.furthest,
+        picked=drift_reference.picked,
+        fp8=kernels_fp8.ReferenceKernels,
     )
 
 
@@ -102,6 +110,26 @@ def _randn(*size: int, device: Any, dtype: torch.dtype, scale: float = 1.0) -> T
 def _num_weights(num_bytes: float, device: Any) -> int:
     on_gpu = torch.device(device).type == "cuda"
     return min(MAX_WEIGHTS, max(2, -(-int(WEIGHT_BYTES) // int(num_bytes)))) if on_gpu else 2
+
+
+def from_library(call: Callable[[int], Any]) -> bool:
+    """Whether the call's product is the library's own `F.linear`: to time it beside that would tell nothing."""
+    plain, made = F.linear, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        made.append(args)
+        return plain(*args, **options)
+
+    F.linear = noted
+    try:
+        call(0)
+    finally:
+        F.linear = plain
+    return bool(made)
+
+
+LIBRARY = "the library's"
+"""What runs, where it is `F.linear`."""
 
 
 # Queries, keys and values
@@ -164,22 +192,23 @@ def project_trial(
         right_q_M = project_reference.project_and_store(*wide, *right)
         untouched = torch.ones(num_entries, dtype=torch.bool, device=device).index_fill_(0, write_M, False)
         stray = float("inf") if any((~each[untouched].isnan()).any() for each in ours) else 0.0
-        k_error, v_error = (error(a[write_M], b[write_M]) for a, b in zip(ours, right))
-        return {"q": error(q_M, right_q_M), "k": k_error, "v": v_error, "stray writes": stray}
+        k_M, v_M = ((a[write_M], b[write_M]) for a, b in zip(ours, right))
+        return errors_of(q=(q_M, right_q_M), k=k_M, v=v_M) | {"stray writes": stray}
 
     still = pool(dtype)
 
     def over(way: Callable[..., Any]) -> Callable[[int], Any]:
         return lambda number: way(x_MD, weights[number % num_weights], bias_O, cos_M, sin_M, write_M, *still)
 
-    others = {"product, then rotate and store": over(ops.product_then_store)}
+    ours = over(ops.project_and_store)
+    others = {} if from_library(ours) else {"product, then rotate and store": over(ops.product_then_store)}
     if bias_O is None:
         others["three products, rotations, stores"] = over(lambda x, w, _, *more: separately(x, w, *more))
     return Trial(
         errors=errors,
         bound=BOUNDS[dtype],
         cost=project_cost(num_rows, hidden, heads, kv_heads, head_dim, dtype.itemsize),
-        ours=over(ops.project_and_store),
+        ours=ours,
         others=others,
         parts={"product alone": over(lambda x, w, *_: F.linear(x, w))},
         num_calls=num_weights,
@@ -189,14 +218,50 @@ def project_trial(
 # Scores
 
 
-def exact_stats(hidden_CD: Tensor, head_VD: Tensor, banned_b: Tensor) -> tuple[Tensor, ...]:
-    """fp64: logits, their norm, the probability of the best two allowed tokens, the negative entropy."""
+def exact_stats(
+    hidden_CD: Tensor, head_VD: Tensor, banned_b: Tensor, token_C: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """fp64: logits of the allowed tokens, and of each row for its ``token`` what the operation tells.
+
+    What is left of the probability is added up, not 1 - p: it keeps its digits where p is nearly 1.
+    """
     logits_CV = hidden_CD.double() @ head_VD.double().T
-    norm_C1 = logits_CV.logsumexp(1, keepdim=True)
+    log_p_CV = logits_CV.log_softmax(1)
     allowed_CV = logits_CV.index_fill(1, banned_b, -torch.inf)
-    best_C2 = (allowed_CV.topk(2, dim=1).values - norm_C1).exp()
-    log_p_CV = logits_CV - norm_C1
-    return allowed_CV, norm_C1[:, 0], best_C2, (log_p_CV.exp() * log_p_CV).sum(1)
+    others_CV = log_p_CV.scatter(1, token_C[:, None], -torch.inf)
+    neg_doubt_C = -others_CV.exp().sum(1)
+    second_C = others_CV.index_fill(1, banned_b, -torch.inf).amax(1).exp()
+    return allowed_CV, {
+        "prob": log_p_CV.gather(1, token_C[:, None])[:, 0].exp(),
+        "doubt": neg_doubt_C,
+        "lag": neg_doubt_C - second_C,
+        "entropy": (log_p_CV.exp() * log_p_CV).sum(1),
+    }
+
+
+def score_rows(heads: list[Tensor], num_rows: int, banned_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [C, D] of four kinds in turn, and the token of each that ties with another (-1: none does).
+
+    1. Random. 2. One token stands out by 4 to 24: what is left of the probability goes down to 1e-6, and must keep its
+    digits. 3. A banned token is the best. 4. Two tokens score the same to the last bit, since one number of the row is
+    all that there is; the first weights are changed for it.
+    """
+    head_VD = heads[0]
+    (vocab, hidden), device = head_VD.shape, head_VD.device
+    x_CD = torch.randn(num_rows, hidden, device=device)
+    number_C = torch.arange(num_rows, device=device)
+    kind_C, tied_C = number_C % 4, torch.full_like(number_C, -1)
+    token_C = torch.where(kind_C == 2, banned_b[number_C % len(banned_b)], 10 + 37 * number_C % (vocab - 20))
+    toward_CD = head_VD[token_C].float()
+    toward_CD = toward_CD / toward_CD.square().sum(1, keepdim=True)
+    by_C = torch.tensor([24.0, 4.0, 16.0, 8.0], device=device)[number_C // 4 % 4] * ((kind_C == 1) | (kind_C == 2))
+    x_CD += by_C[:, None] * toward_CD
+    low, high, column = vocab // 3, vocab // 2, hidden // 2
+    head_VD[[low, high], column] = 8 * head_VD[:, column].abs().amax()
+    x_CD[kind_C == 3] = 0
+    x_CD[kind_C == 3, column] = 4.0
+    tied_C[kind_C == 3] = low
+    return x_CD.to(head_VD.dtype), tied_C
 
 
 def stats_trial(
@@ -205,23 +270,24 @@ def stats_trial(
     """Against the product alone. At most 256 rows are compared: in fp64 each takes 1 MB of logits."""
     num_weights = _num_weights(vocab * hidden * dtype.itemsize, device)
     heads = [_randn(vocab, hidden, device=device, dtype=dtype, scale=0.02) for _ in range(num_weights)]
-    x_CD = _randn(num_rows, hidden, device=device, dtype=dtype)
     banned_b = torch.tensor([vocab - 1, 5, 9], device=device)
+    x_CD, tied_C = score_rows(heads, num_rows, banned_b)
 
     def errors() -> dict[str, float]:
-        few_CD = x_CD[:256]
+        few_CD, low_C = x_CD[:256], tied_C[:256]
         with poisoned():
             found = ops.logit_stats(few_CD, heads[0], banned_b=banned_b, margin=True, entropy=True)
-        allowed_CV, norm_C, best_C2, neg_entropy_C = exact_stats(few_CD, heads[0], banned_b)
-        chosen_C = allowed_CV.gather(1, found.token_C[:, None])[:, 0]
-        best_C, prob_C = allowed_CV.amax(1), best_C2[:, 0]
-        neg_lag_C = prob_C - best_C2[:, 1] - 1
+        allowed_CV, right = exact_stats(few_CD, heads[0], banned_b, found.token_C)
+        chosen_C, best_C = allowed_CV.gather(1, found.token_C[:, None])[:, 0], allowed_CV.amax(1)
+        ours = (found.prob_C, found.neg_doubt_C, found.neg_lag_C, found.neg_entropy_C)
+        outputs = {name: (each, right[name]) for name, each in zip(right, ours)}
+        # Each number beside itself, however small it is beside the others.
+        worst = {WORST + name: worst_error(*both, floor=0.0) for name, both in outputs.items()}
         return {
+            **errors_of(**outputs),
+            **worst,
             "token": float(((best_C - chosen_C) / best_C.abs().clamp(min=1)).max()),
-            "prob": error(found.prob_C, (chosen_C - norm_C).exp()),
-            "doubt": error(found.neg_doubt_C, (chosen_C - norm_C).exp() - 1),
-            "lag": error(found.neg_lag_C, neg_lag_C),
-            "entropy": error(found.neg_entropy_C, neg_entropy_C),
+            "ties": float(((low_C >= 0) & (found.token_C != low_C)).sum()),
         }
 
     def call(number: int) -> Any:
@@ -249,9 +315,10 @@ def stats_trial(
 def norm_trial(
     ops: Ops, num_rows: int, size: int = 4096, *, device: Any, dtype: torch.dtype = BF16, add: bool = True
 ) -> Trial:
-    """With ``add``, the sum that comes before the norm too."""
+    """With ``add``, the sum that comes before the norm too. Every third row is so small that epsilon decides."""
     num_sets = 8
-    x, delta = (_randn(num_sets, num_rows, size, device=device, dtype=dtype) for _ in range(2))
+    scale_M1 = torch.where(torch.arange(num_rows, device=device) % 3 == 2, 1e-3, 1.0)[:, None]
+    x, delta = ((_randn(num_sets, num_rows, size, device=device, dtype=dtype) * scale_M1).to(dtype) for _ in range(2))
     gain = (torch.rand(size, device=device) + 0.5).to(dtype)
 
     def ours(number: int) -> Any:
@@ -268,7 +335,7 @@ def norm_trial(
         total, out = found if add else (x[0], found)
         plain = x[0].double() + delta[0].double() if add else x[0].double()
         right = norm_reference.rms_norm(plain, gain.double(), 1e-5)
-        return {"norm": error(out, right)} | ({"sum": error(total, plain)} if add else {})
+        return errors_of(norm=(out, right), **({"sum": (total, plain)} if add else {}))
 
     numbers = num_rows * size
     return Trial(
@@ -282,14 +349,15 @@ def norm_trial(
 
 
 def swiglu_trial(ops: Ops, num_rows: int, size: int = 12288, *, device: Any, dtype: torch.dtype = BF16) -> Trial:
-    """Against torch's silu and a product."""
+    """Against torch's silu and a product. Gates of every third row are so large that exponentials leave the range."""
     num_sets = 8
     gate_up = _randn(num_sets, num_rows, 2 * size, device=device, dtype=dtype)
+    gate_up[:, 1::3, :size] *= 60
 
     def errors() -> dict[str, float]:
         with poisoned():
             out = ops.swiglu(gate_up[0])
-        return {"out": error(out, mlp_reference.swiglu(gate_up[0].double()))}
+        return errors_of(out=(out, mlp_reference.swiglu(gate_up[0].double())))
 
     return Trial(
         errors=errors,
@@ -304,7 +372,7 @@ def swiglu_trial(ops: Ops, num_rows: int, size: int = 12288, *, device: Any, dty
 def linear_trial(
     ops: Ops, num_rows: int, num_in: int, num_out: int, *, device: Any, dtype: torch.dtype = BF16
 ) -> Trial:
-    """One product. Where it is the library's own there is nothing to beat, and its distance from the floor is all."""
+    """One product. Where it is the library's own there is nothing to beat: its distance from the floor is all."""
     num_weights = _num_weights(num_in * num_out * dtype.itemsize, device)
     weights = [_randn(num_out, num_in, device=device, dtype=dtype, scale=0.02) for _ in range(num_weights)]
     x_MD = _randn(num_rows, num_in, device=device, dtype=dtype)
@@ -312,16 +380,20 @@ def linear_trial(
     def errors() -> dict[str, float]:
         with poisoned():
             out = ops.linear(x_MD, weights[0])
-        return {"out": error(out, x_MD.double() @ weights[0].double().T)}
+        return errors_of(out=(out, x_MD.double() @ weights[0].double().T))
 
-    own = ops.linear is not F.linear
+    def ours(number: int) -> Tensor:
+        return ops.linear(x_MD, weights[number % num_weights])
+
+    library = from_library(ours)
     return Trial(
         errors=errors,
         bound=BOUNDS[dtype],
         cost=linear_cost(num_rows, num_in, num_out, dtype.itemsize),
-        ours=lambda number: ops.linear(x_MD, weights[number % num_weights]),
-        others={"F.linear": lambda number: F.linear(x_MD, weights[number % num_weights])} if own else {},
+        ours=ours,
+        others={} if library else {"F.linear": lambda number: F.linear(x_MD, weights[number % num_weights])},
         num_calls=num_weights,
+        facts={"runs": LIBRARY} if library else {},
     )
 
 
@@ -336,46 +408,93 @@ def gated_trial(
     def errors() -> dict[str, float]:
         with poisoned():
             out = ops.linear_swiglu(x_MD, weights[0])
-        return {"out": error(out, mlp_reference.swiglu(x_MD.double() @ weights[0].double().T))}
+        return errors_of(out=(out, mlp_reference.swiglu(x_MD.double() @ weights[0].double().T)))
 
+    def ours(number: int) -> Any:
+        return ops.linear_swiglu(x_MD, weights[number % num_weights])
+
+    def apart(number: int) -> Tensor:
+        return ops.swiglu(F.linear(x_MD, weights[number % num_weights]))
+
+    library = from_library(ours)
     # The product's own output, twice as wide as the result, need not touch memory.
     floor = linear_cost(num_rows, num_in, num_out, dtype.itemsize) + Cost(-num_rows * num_out / 2 * dtype.itemsize)
     return Trial(
         errors=errors,
         bound=BOUNDS[dtype],
         cost=floor,
-        ours=lambda number: ops.linear_swiglu(x_MD, weights[number % num_weights]),
-        others={"product, then swiglu": lambda number: ops.swiglu(F.linear(x_MD, weights[number % num_weights]))},
+        ours=ours,
+        others={} if library else {"product, then swiglu": apart},
         num_calls=num_weights,
+        facts={"runs": f"{LIBRARY} product, then our swiglu"} if library else {},
     )
 
 
 # A layer that chooses its rows
 
 
+APART = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 1.0)
+"""Noise on what is kept of a row, over its numbers: as little drifts from pass to pass. 1 - cosine in fp32 is off by
+6e-8 where the drift is 5e-9 (noise of 1e-4)."""
+DRIFT_BOUND = 3e-3
+"""Of each drift beside itself. Numbers of unit vectors in fp32 are off by 1e-7 of them: 1e-3 of a noise of 1e-4, and
+less in the sum of their squares."""
+
+
+def drifted(num_rows: int, size: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A plane [E, R], rows [M, R] that drifted from it by the noises of `APART` in turn, and their entries [M].
+
+    Some rows were never kept (entry 0, zeros); one is zero itself, one points the other way; every fourth is so large,
+    or so small, that its squares leave the range of its type.
+    """
+    at_M = torch.randperm(2 * num_rows, device=device)[:num_rows] + 1
+    number_M = torch.arange(num_rows, device=device)
+    at_M[number_M % 11 == 10] = 0
+    plane_ER = torch.randn(2 * num_rows + 1, size, device=device)
+    plane_ER[0] = 0
+    scale = 2.0 ** (8 if dtype == torch.float16 else 70)
+    plane_ER[::4] *= scale
+    plane_ER[1::4] /= scale
+    plane_ER = plane_ER.to(dtype)
+    kept_MR = plane_ER[at_M].float()
+    by_M1 = torch.tensor(APART, device=device)[number_M % len(APART)][:, None]
+    size_M1 = kept_MR.abs().mean(1, keepdim=True)
+    new_MR = kept_MR + by_M1 * size_M1 * torch.randn(num_rows, size, device=device)
+    new_MR = torch.where(at_M[:, None] == 0, torch.randn(num_rows, size, device=device), new_MR)
+    new_MR[6::29] = 0
+    new_MR[7::29] = -kept_MR[7::29]
+    new_MR[21::22] = 0  # of rows that were never kept: two zeros have not drifted
+    return plane_ER, new_MR.to(dtype), at_M
+
+
 def drift_trial(ops: Ops, num_rows: int, size: int = 128, *, device: Any, dtype: torch.dtype = torch.float32) -> Trial:
     """Rows of proxies (or, longer, of values) against what is kept of them, which is then renewed."""
     num_sets = 8
-    new = _randn(num_sets, num_rows, size, device=device, dtype=dtype)
-    kept = _randn(num_sets, 2 * num_rows + 1, size, device=device, dtype=dtype)
-    at_M = torch.randperm(2 * num_rows, device=device)[:num_rows] + 1
+    sets = [drifted(num_rows, size, device, dtype) for _ in range(num_sets)]
     keep_M = torch.arange(num_rows, device=device) % 5 != 0
 
     def errors() -> dict[str, float]:
-        plane_ER = kept[0].clone()
-        right_ER = plane_ER.double()
+        plane_ER, new_MR, at_M = sets[0]
+        plane_ER, right_ER = plane_ER.clone(), plane_ER.double()
         with poisoned():
-            found_M = ops.drift(new[0], plane_ER, at_M, keep_M)
-        right_M = drift_reference.drift(new[0].double(), right_ER, at_M, keep_M)
-        return {"drift": error(found_M, right_M), "kept": error(plane_ER[1:], right_ER[1:])}
+            found_M = ops.drift(new_MR, plane_ER, at_M, keep_M)
+        right_M = drift_reference.drift(new_MR.double(), right_ER, at_M, keep_M)
+        return {
+            "drift": worst_error(found_M, right_M, floor=1e-12),
+            "kept": float((plane_ER[1:].double() != right_ER[1:]).sum()),
+        }
 
     def call(drift: Callable[..., Tensor]) -> Callable[[int], Any]:
-        return lambda number: drift(new[number % num_sets], kept[number % num_sets], at_M, keep_M)
+        def one(number: int) -> Tensor:
+            plane_ER, new_MR, at_M = sets[number % num_sets]
+            return drift(new_MR, plane_ER, at_M, keep_M)
+
+        return one
 
     numbers = num_rows * size
     return Trial(
         errors=errors,
-        bound=BOUNDS[dtype],
+        bound={"drift": DRIFT_BOUND, "kept": 0.5},
         cost=elementwise_cost(2 * numbers, numbers, dtype.itemsize),
         ours=call(ops.drift),
         others={"in torch": call(drift_reference.drift)},
@@ -383,31 +502,73 @@ def drift_trial(ops: Ops, num_rows: int, size: int = 128, *, device: Any, dtype:
     )
 
 
+def ranked(rows_of: list[int], counts: list[int], device: Any) -> tuple[Tensor, ...]:
+    """What `furthest` is given for seats of so many rows: few drifts, so that ties lie at the cut of each seat, and now
+    and then NaN.
+
+    Every fourth row and the padding at a seat's end may not be chosen, and would be the first: they have drifted most.
+    Every eighth comes on top.
+    """
+    num_rows_S = torch.tensor(rows_of, device=device)
+    seat_M = torch.arange(len(rows_of), device=device).repeat_interleave(num_rows_S)
+    first_S = F.pad(num_rows_S.cumsum(0), (1, 0))
+    place_M = torch.arange(len(seat_M), device=device) - first_S[seat_M]
+    levels = max(2, max(rows_of) // 16)
+    drift_M = (torch.randperm(len(seat_M), device=device) % levels).float() / levels
+    optional_M = (place_M % 4 != 0) & (place_M < num_rows_S[seat_M] - num_rows_S[seat_M] // 8)
+    drift_M = torch.where(optional_M, drift_M, 2.0)
+    drift_M[5::61] = torch.nan
+    return drift_M, optional_M, seat_M, first_S, torch.tensor(counts, device=device), place_M % 8 == 0
+
+
 def furthest_trial(ops: Ops, num_seats: int, per_seat: int, *, device: Any) -> Trial:
-    """A quarter of each seat's rows; every fourth one may not be chosen."""
-    num_rows = num_seats * per_seat
-    seat_M = torch.arange(num_seats, device=device).repeat_interleave(per_seat)
-    first_S = torch.arange(num_seats + 1, device=device) * per_seat
-    drift_M = torch.rand(num_rows, device=device)
-    given = (
-        drift_M,
-        torch.arange(num_rows, device=device) % 4 != 0,
-        seat_M,
-        first_S,
-        torch.full_like(first_S[1:], per_seat // 4),
-    )
+    """A quarter of each seat's rows. Compared too: seats of several lengths, one without rows, and counts from none to
+    more than there are."""
+    given = ranked([per_seat] * num_seats, [per_seat // 4] * num_seats, device)
+    lengths = [per_seat, 0, *(max(1, per_seat - 7 * seat) for seat in range(num_seats)), per_seat]
+    counts = [per_seat // 3, 1, *(seat * per_seat // 5 for seat in range(num_seats)), 2 * per_seat]
+    uneven = ranked(lengths, counts, device)
 
     def errors() -> dict[str, float]:
-        with poisoned():
-            found_M = ops.furthest(*given)
-        return {"rows": float((found_M != drift_reference.furthest(*given)).sum())}
+        found = {}
+        for name, each in (("rows", given), ("rows of uneven seats", uneven), ("none on top", uneven[:-1])):
+            with poisoned():
+                found_M = ops.furthest(*each)
+            found[name] = float((found_M != drift_reference.furthest(*each)).sum())
+        return found
 
     return Trial(
         errors=errors,
         bound=0.5,
-        cost=elementwise_cost(num_rows, num_rows // 4, 4),
+        cost=elementwise_cost(num_seats * per_seat, num_seats * per_seat // 4, 4),
         ours=lambda number: ops.furthest(*given),  # noqa: ARG005
         others={"sorted": lambda number: drift_reference.furthest(*given)},  # noqa: ARG005
+        num_calls=8,
+    )
+
+
+def picked_trial(ops: Ops, num_seats: int, per_seat: int, *, device: Any) -> Trial:
+    """A quarter of the rows for a third of the places; the last seat has chosen none, and the first of several all."""
+    most, num_rows = max(1, per_seat // 3), num_seats * per_seat
+    chosen_SQ = torch.rand(num_seats, per_seat, device=device) < 0.25
+    chosen_SQ[0] |= num_seats > 1
+    chosen_SQ[-1] &= num_seats == 1
+    write_M = torch.randperm(2 * num_rows, device=device)[:num_rows] + 1
+    see_M = torch.randint(1, 2 * per_seat, (num_rows,), dtype=torch.int32, device=device)
+    given = (chosen_SQ.flatten(), per_seat, most, write_M, see_M)
+
+    def errors() -> dict[str, float]:
+        with poisoned():
+            found = ops.picked(*given)
+        right = drift_reference.picked(*given)
+        return {name: float((a != b).sum()) for name, a, b in zip(right._fields, found, right)}
+
+    return Trial(
+        errors=errors,
+        bound=0.5,
+        cost=Cost(num_rows + num_seats * (most * 40 + 8)),
+        ours=lambda number: ops.picked(*given),  # noqa: ARG005
+        others={"sorted": lambda number: drift_reference.picked(*given)},  # noqa: ARG005
         num_calls=8,
     )
 
@@ -432,8 +593,8 @@ def check_cases(ops: Ops, device: Any) -> Iterator[Case]:
         {"num_rows": 1},
         {"num_rows": 17, "vocab": 152064, "hidden": 3584},
         {"num_rows": 130, "vocab": 1024, "hidden": 320},
-        {"num_rows": 3, "vocab": 32001, "hidden": 256, "dtype": fp16},
-        {"num_rows": 3, "vocab": 32001, "hidden": 256, "dtype": fp32},
+        {"num_rows": 18, "vocab": 32001, "hidden": 256, "dtype": fp16},
+        {"num_rows": 18, "vocab": 32001, "hidden": 256, "dtype": fp32},
     ]
     for each in stats:
         yield _case("logit_stats", each, lambda e=each: stats_trial(ops, device=device, **e))  # type: ignore[misc]
@@ -446,6 +607,12 @@ def check_cases(ops: Ops, device: Any) -> Iterator[Case]:
     for num_seats, per_seat in ((1, 1), (3, 127), (5, 129)):
         seats = {"seats": num_seats, "per_seat": per_seat}
         yield Case("furthest", seats, lambda s=num_seats, p=per_seat: furthest_trial(ops, s, p, device=device))  # type: ignore[misc]
+        yield Case("picked", seats, lambda s=num_seats, p=per_seat: picked_trial(ops, s, p, device=device))  # type: ignore[misc]
+    long = {"seats": 2, "per_seat": 2500}
+    yield Case("picked", long, lambda: picked_trial(ops, 2, 2500, device=device))
+    yield Case("drift", {"rows": 99, "size": 128}, lambda: drift_trial(ops, 99, device=device))
+    if ops.fp8 is not None:
+        yield from kernels_fp8.checks(ops.fp8, device)
 
 
 def timed_cases(ops: Ops, device: Any, *, quick: bool = False) -> Iterator[Case]:
@@ -469,6 +636,9 @@ def timed_cases(ops: Ops, device: Any, *, quick: bool = False) -> Iterator[Case]
         yield _case("drift", {"num_rows": rows}, lambda r=rows: drift_trial(ops, r, device=device))  # type: ignore[misc]
         seats = {"seats": num_seats, "per_seat": 512}
         yield Case("furthest", seats, lambda s=num_seats: furthest_trial(ops, s, 512, device=device))  # type: ignore[misc]
+        yield Case("picked", seats, lambda s=num_seats: picked_trial(ops, s, 512, device=device))  # type: ignore[misc]
+    if ops.fp8 is not None:
+        yield from kernels_fp8.cases(ops.fp8, device, quick=quick)
 
 
 def tiny_cases(ops: Ops, device: Any) -> list[Case]:
@@ -487,8 +657,10 @@ def tiny_cases(ops: Ops, device: Any) -> list[Case]:
         Case("swiglu", {"rows": 3}, lambda: swiglu_trial(ops, 3, 32, device=device, dtype=f32)),
         Case("linear", {"rows": 3}, lambda: linear_trial(ops, 3, 32, 48, device=device, dtype=f32)),
         Case("linear_swiglu", {"rows": 3}, lambda: gated_trial(ops, 3, 32, 48, device=device, dtype=f32)),
-        Case("drift", {"rows": 9}, lambda: drift_trial(ops, 9, 24, device=device)),
+        Case("drift", {"rows": 33}, lambda: drift_trial(ops, 33, 24, device=device)),
         Case("furthest", {"seats": 2, "per_seat": 9}, lambda: furthest_trial(ops, 2, 9, device=device)),
+        Case("picked", {"seats": 3, "per_seat": 9}, lambda: picked_trial(ops, 3, 9, device=device)),
+        *(kernels_fp8.tiny_cases(ops.fp8, device) if ops.fp8 is not None else ()),
     ]
 
 
@@ -533,6 +705,9 @@ def run(
     ceilings = measure_ceilings(device, **(ceiling_sizes or {}))
     results.note(ceilings=vars(ceilings), quick=quick)
     right = dict.fromkeys(OPS, True)
+    if ops.fp8 is None:
+        results.note(without="products of 8-bit floats: this GPU or version has none with scales by row")
+        tell(f"without {results.data['without']}")
     if checks is None and device.type == "cuda" and "attend" in only:
         for name, found in kernels_attend.checks(ops.attention, device, quick=quick):
             row = _tried(results, f"attend: {name}", ends, lambda f=found, n=name: attend_row(n, f()))  # type: ignore[misc]

@@ -1,13 +1,12 @@
 """The 8-bit products and what quantises for them: right, and beside the bf16 products that they replace.
 
-`python -m unmask.bench.kernels_fp8` prints one JSON object a case, on a GPU that multiplies 8-bit floats.
+Rows of `unmask bench kernels`, on a GPU that multiplies 8-bit floats.
 
 M rows, K columns of a weight, N its rows
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.bench.floor import Cost, measure_ceilings
-from unmask.bench.trial import Case, Trial, measure
+from unmask.bench.checking import errors_of, poisoned
+from unmask.bench.floor import Cost
+from unmask.bench.trial import Case, Trial
 from unmask.ops.reference import fp8 as reference
 from unmask.ops.reference import mlp, norm
 from unmask.ops.reference.fp8 import Fp8Weight
@@ -28,6 +28,7 @@ PRODUCTS = {"qkv": (12288, 4096), "out": (4096, 4096), "gate_up": (24576, 4096),
 ROWS = (1, 16, 32, 64, 128, 256, 1024)
 WEIGHT_BYTES = 400e6
 """8-bit weights that a measurement goes through: several times the cache, so that each is read from memory."""
+MAX_WEIGHTS = 24
 PRODUCT_BOUND = 5e-3
 """Beside the same sum in fp32: bf16 keeps 2^-9, and the matrix units add with fewer bits than fp32's."""
 QUANTISED_BOUND = 5e-3
@@ -35,6 +36,8 @@ QUANTISED_BOUND = 5e-3
 NORMED_BOUND = 3e-2
 """The same behind a norm or the activation: if their rounding in another order moves the largest value of a row (by
 2^-8 in bf16), the whole row is quantised anew; where one row is all, that is as much as 8 bits err, 2^-4 / sqrt(3)."""
+SUM_BOUND = 1e-9
+"""A sum of two numbers, rounded once: the same bits."""
 EPS = 1e-5
 
 
@@ -61,9 +64,17 @@ class ReferenceKernels:
         return reference.quantize_rows(mlp.swiglu(gate_up))
 
 
-def relative(ours: Tensor, right: Tensor) -> float:
-    """Error over the whole tensor; NaN stays NaN."""
-    return float((ours.float() - right.float()).norm() / right.float().norm().clamp(min=1e-9))
+MIN_CAPABILITY = (8, 9)
+"""Of GPUs whose matrix units take 8-bit floats."""
+
+
+def triton_kernels() -> Any:
+    """The kernels, under these names; None where the GPU or this version of torch has no such products."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return None
+    from unmask.ops.triton import fp8
+
+    return fp8 if fp8.product_supported(BF16, Fp8Weight.quantize(torch.zeros(16, 16, device="cuda"))) else None
 
 
 def _randn(*size: int, device: Any, scale: float = 1.0) -> Tensor:
@@ -77,13 +88,21 @@ def _back(made: tuple[Tensor, Tensor]) -> Tensor:
 
 def product_trial(kernels: Any, num_rows: int, num_out: int, size: int, device: Any) -> Trial:
     """Quantise and multiply, beside the bf16 product; a product of 8-bit floats costs half of a bf16 one."""
-    count = max(2, int(WEIGHT_BYTES // (num_out * size))) if torch.device(device).type == "cuda" else 2
+    on_gpu = torch.device(device).type == "cuda"
+    count = min(MAX_WEIGHTS, max(2, int(WEIGHT_BYTES // (num_out * size)))) if on_gpu else 2
     weights = [_randn(num_out, size, device=device, scale=0.02) for _ in range(count)]
     narrow = [Fp8Weight.quantize(each) for each in weights]
     x_MD = _randn(num_rows, size, device=device)
     quantised = kernels.quantize_rows(x_MD)
+
+    def errors() -> dict[str, float]:
+        with poisoned():
+            out_MN = kernels.linear_fp8(x_MD, narrow[0])
+        return errors_of(out=(out_MN, reference.linear_fp8(x_MD, narrow[0])))
+
+    exact = errors_of(exact=(reference.linear_fp8(x_MD, narrow[0]), F.linear(x_MD, weights[0])))
     return Trial(
-        errors=lambda: {"out": relative(kernels.linear_fp8(x_MD, narrow[0]), reference.linear_fp8(x_MD, narrow[0]))},
+        errors=errors,
         bound=PRODUCT_BOUND,
         cost=Cost(num_out * size + 2 * num_rows * (size + num_out), num_rows * num_out * size),
         ours=lambda i: kernels.linear_fp8(x_MD, narrow[i % count]),
@@ -93,7 +112,7 @@ def product_trial(kernels: Any, num_rows: int, num_out: int, size: int, device: 
             "8-bit product": lambda i: kernels.product(*quantised, narrow[i % count], None),
         },
         num_calls=count,
-        facts={"to_exact": relative(reference.linear_fp8(x_MD, narrow[0]), F.linear(x_MD, weights[0]))},
+        facts={"to_exact": exact["exact"]},
     )
 
 
@@ -101,22 +120,34 @@ def quantise_trial(kernels: Any, op: str, num_rows: int, size: int, device: Any)
     """Fused with what makes the rows, beside making them and quantising what was written."""
     x, delta = (_randn(num_rows, size, device=device) for _ in range(2))
     weight, gate_up = _randn(size, device=device), _randn(num_rows, 2 * size, device=device)
-    fused: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    x[2::3] *= 1e-3  # epsilon decides
+    delta[2::3] *= 1e-3
+    x[3::7] = delta[3::7] = gate_up[3::7] = 0  # padding
+    fused: dict[str, Callable[[], tuple[Tensor, ...]]] = {
         "quantize_rows": lambda: kernels.quantize_rows(x),
-        "rms_norm": lambda: kernels.rms_norm(x, weight, EPS),
-        "add_rms_norm": lambda: kernels.add_rms_norm(x, delta, weight, EPS)[1:],
-        "swiglu": lambda: kernels.swiglu(gate_up),
+        "rms_norm_fp8": lambda: kernels.rms_norm(x, weight, EPS),
+        "add_rms_norm_fp8": lambda: kernels.add_rms_norm(x, delta, weight, EPS),
+        "swiglu_fp8": lambda: kernels.swiglu(gate_up),
     }
     rows: dict[str, Callable[[], Tensor]] = {
         "quantize_rows": lambda: x,
-        "rms_norm": lambda: norm.rms_norm(x, weight, EPS),
-        "add_rms_norm": lambda: norm.rms_norm(x + delta, weight, EPS),
-        "swiglu": lambda: mlp.swiglu(gate_up),
+        "rms_norm_fp8": lambda: norm.rms_norm(x, weight, EPS),
+        "add_rms_norm_fp8": lambda: norm.rms_norm(x + delta, weight, EPS),
+        "swiglu_fp8": lambda: mlp.swiglu(gate_up),
     }
-    bytes_a_value = {"quantize_rows": 3, "rms_norm": 3, "add_rms_norm": 7, "swiglu": 5}[op]
+    bytes_a_value = {"quantize_rows": 3, "rms_norm_fp8": 3, "add_rms_norm_fp8": 7, "swiglu_fp8": 5}[op]
+
+    def errors() -> dict[str, float]:
+        with poisoned():
+            *total, value, scale = fused[op]()
+        right = reference.quantize_rows(rows[op]())
+        more = {"sum": (total[0], x + delta)} if total else {}
+        return errors_of(values=(_back((value, scale)), _back(right)), scale=(scale, right[1]), **more)
+
+    most = QUANTISED_BOUND if op == "quantize_rows" else NORMED_BOUND
     return Trial(
-        errors=lambda: {"values": relative(_back(fused[op]()), _back(reference.quantize_rows(rows[op]())))},
-        bound=QUANTISED_BOUND if op == "quantize_rows" else NORMED_BOUND,
+        errors=errors,
+        bound={"values": most, "scale": most, "sum": SUM_BOUND},
         cost=Cost(bytes_a_value * num_rows * size),
         ours=lambda _: fused[op](),
         others={"torch": lambda _: reference.quantize_rows(rows[op]())},
@@ -124,29 +155,42 @@ def quantise_trial(kernels: Any, op: str, num_rows: int, size: int, device: Any)
     )
 
 
-def cases(kernels: Any, device: Any) -> Iterator[Case]:
-    """Everything at LLaDA-8B's sizes; odd ones too."""
-    for name, (num_out, size) in PRODUCTS.items():
-        for num_rows in ROWS:
-            shape = {"weight": name, "rows": num_rows, "out": num_out, "size": size}
-            yield Case("linear_fp8", shape, partial(product_trial, kernels, num_rows, num_out, size, device))
-    for op in ("quantize_rows", "rms_norm", "add_rms_norm", "swiglu"):
-        for num_rows in (1, 128, 1000):
-            for size in (12288, 18944, 100) if op == "swiglu" else (4096, 3584, 100):
-                shape = {"rows": num_rows, "size": size}
-                yield Case(f"{op}, fp8", shape, partial(quantise_trial, kernels, op, num_rows, size, device))
+QUANTISING = ("quantize_rows", "rms_norm_fp8", "add_rms_norm_fp8", "swiglu_fp8")
 
 
-def main() -> None:
-    from unmask.ops.triton import fp8
+def checks(kernels: Any, device: Any) -> Iterator[Case]:
+    """Rows on both sides of what a tile takes, and rows of odd sizes."""
+    for name in PRODUCTS:
+        for num_rows in (33, 129, 161):
+            yield _product(kernels, name, num_rows, device)
+    for op in QUANTISING:
+        for size in (100, 3584, 18944):
+            yield _quantising(kernels, op, 13, size, device)
 
-    weight = Fp8Weight.quantize(torch.zeros(16, 16, device="cuda"))
-    if not fp8.product_supported(BF16, weight):
-        raise SystemExit("the library does not multiply 8-bit floats with scales by row here")
-    ceilings = measure_ceilings("cuda")
-    for case in cases(fp8, "cuda"):
-        print(json.dumps(measure(case, case.make(), "cuda", ceilings, trusted=True)), flush=True)
+
+def cases(kernels: Any, device: Any, *, quick: bool = False) -> Iterator[Case]:
+    """LLaDA-8B's sizes."""
+    for name in PRODUCTS:
+        for num_rows in (128,) if quick else ROWS:
+            yield _product(kernels, name, num_rows, device)
+    for op in QUANTISING:
+        for num_rows in (128,) if quick else (1, 128, 1000):
+            yield _quantising(kernels, op, num_rows, 12288 if op == "swiglu_fp8" else 4096, device)
 
 
-if __name__ == "__main__":
-    main()
+def tiny_cases(kernels: Any, device: Any) -> list[Case]:
+    """Sizes for a CPU, or for a checker of memory accesses."""
+    shape = {"rows": 3, "out": 32, "size": 48}
+    product = Case("linear_fp8", shape, lambda: product_trial(kernels, 3, 32, 48, device))
+    return [product, *(_quantising(kernels, op, 5, 40, device) for op in QUANTISING)]
+
+
+def _product(kernels: Any, name: str, num_rows: int, device: Any) -> Case:
+    num_out, size = PRODUCTS[name]
+    shape = {"weight": name, "rows": num_rows, "out": num_out, "size": size}
+    return Case("linear_fp8", shape, partial(product_trial, kernels, num_rows, num_out, size, device))
+
+
+def _quantising(kernels: Any, op: str, num_rows: int, size: int, device: Any) -> Case:
+    make = partial(quantise_trial, kernels, op, num_rows, size, device)
+    return Case(op, {"rows": num_rows, "size": size}, make)

@@ -44,17 +44,55 @@ RULES: Sequence[Mapping[str, Any]] = (
 RULE_FIELDS = ("threshold", "strict_threshold", "factor", "entropy_bound", "steps", "alg", "remasking", "eps")
 WINDOW: Mapping[str, Any] = {"decode_window": 16}
 """As wide as that of the methods with a cache: `window` itself recommends more."""
-CACHES = ("fast-dllm-prefix", "fast-dllm-dual", "flash-cache", "spa-cache", "dllm-cache", "dkv-cache")
+CACHES = (
+    "fast-dllm-prefix",
+    "fast-dllm-dual",
+    "flash-cache",
+    "spa-cache",
+    "dllm-cache",
+    "dkv-cache",
+    "elastic-cache",
+)
 VERIFIERS = ("flash-verify", "one-pass", "one-pass-cache")
 GAMMAS = (0.8, 0.9, 0.95, 0.99)
 BASES = ("confidence", "window", *CACHES, "d2f")
 """Each policy, and each frontier without one."""
-INTERVALS: Mapping[str, Sequence[int]] = {
+INTERVALS: Mapping[str, Sequence[float]] = {
     "refresh_interval": (1, 2, 4, 8, 16, 32, 64),
     "answer_interval": (1, 2, 4, 16, 64),
     "track": (0, 16, 32),
+    "drift_threshold": (0.0, 0.5, 0.8, 0.95, 0.99, 2.0),
 }
-"""Of caches, over how many passes, or how many rows."""
+"""Of caches, over how many passes, how many rows, or below which similarity: from never to in every pass."""
+MEASURED: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]] = (
+    (RULES[1], {"curve": (0.7444, 0.4129, 0.5815, 0.4547), "ratio": 0.5815}, {"ratio": 0.522}),
+    (ONE, {"curve": (0.3464, 0.02948, 0.1119, 0.08206), "ratio": 0.1119}, {"ratio": 0.0897}),
+)
+"""Budgets of `unmask profile` for the model that ships, by rule, and the same share in all layers: of proxies, the rows
+of nine passes in ten (docs/profile.md; a test holds them to its result file)."""
+VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "dkv-cache": ({"variant": "prefill"}, {"variant": "pd"}, {"variant": "greedy"}),
+    "spa-cache": (
+        {"kept": "chosen"},
+        {"new_first": "yes"},
+        {"writes": "values"},
+        {"writes": "sparse"},
+        {"reuse": "absolute"},
+        {"identifier": "input"},
+        {"identifier": "attention"},
+    ),
+    "elastic-cache": (
+        {"tripping": "redo"},
+        {"masks": "all"},
+        {"tested": "own"},
+        {"cosine": "keys"},
+        {"run_new": "no"},
+    ),
+    "flash-cache": ({"mass": "softmax"}, {"mass_rows": "refresh"}),
+}
+"""Options of caches, one away from the method that is named."""
+BOTH_RULES = ("dkv-cache", "spa-cache")
+"""Whose options are asked at one token a pass, too."""
 DONORS = {"two-pass": "flash-verify", "one-pass": "one-pass", "nested": "freedave"}
 """Methods whose advice a drafter brings to another one."""
 LISTED = ("vanilla", "dream", "flash-verify-uncached", "d2f-uncached")
@@ -146,7 +184,10 @@ def first_cells(max_tokens: int) -> Iterator[Cell]:
     for method in CACHES:
         for rule in RULES[:3]:
             yield Cell(method=method, sampling=rule)
-    yield from _ahead()
+        if method == "spa-cache":
+            for rule, budget, _ in MEASURED:
+                yield Cell(method=method, sampling=rule, options=budget)
+    yield from _ahead(max_tokens)
     for method in ("d2f", "d2f-uncached"):
         for rule in RULES[:3]:
             yield Cell(method=method, sampling=rule)
@@ -170,16 +211,19 @@ def _members(row: Method) -> tuple[str, ...]:
     return row.frontier, row.policy, row.drafter
 
 
-def _ahead() -> Iterator[Cell]:
+def _ahead(max_tokens: int) -> Iterator[Cell]:
     """Drafters over the least probability that they try, and by other readings."""
     for method in VERIFIERS:
         for rule in RULES[:2]:
             for gamma in GAMMAS:
                 yield Cell(method=method, sampling={**rule, "gamma": gamma})
         yield Cell(method=method, sampling={**RULES[2], "gamma": GAMMAS[0]})
-    narrow = {**ONE, "block_length": 16}
-    for method in ("freedave", "fast-dllm-dual", "confidence"):  # the second is what the first promises to equal
-        yield Cell(method=method, sampling=narrow)
+    for rule in RULES[:2]:
+        narrow = {**rule, "block_length": 16}
+        for method in ("freedave", "fast-dllm-dual", "confidence"):  # the second is what the first promises to equal
+            yield Cell(method=method, sampling=narrow)
+    wide = {"block_width": max_tokens}  # of a view, which has all that follows the block, too
+    yield Cell(method="fast-dllm-prefix", drafter="nested", sampling={**ONE, "block_length": 16}, options=wide)
     for method in ("flash-dllm", "flash-verify-reference", "flash-verify-uncached"):
         for rule in RULES[:2]:
             yield Cell(method=method, sampling=rule)
@@ -207,6 +251,16 @@ def curve_cells() -> Iterator[Cell]:
                     yield Cell(method=method, sampling={**rule, name: value}, part="curve")
 
 
+def variant_cells() -> Iterator[Cell]:
+    """What the options of caches change."""
+    for rule, _, flat in MEASURED:
+        yield Cell(method="spa-cache", sampling=rule, options=flat, part="variant")
+    for method, changes in VARIANTS.items():
+        for options in changes:
+            for rule in (RULES[1], ONE) if method in BOTH_RULES else RULES[1:2]:
+                yield Cell(method=method, sampling=rule, options=options, part="variant")
+
+
 def grid_cells() -> Iterator[Cell]:
     """Every rule on every policy and drafter. What cannot be is asked once, for the method to say so."""
     for method in BASES:
@@ -217,11 +271,14 @@ def grid_cells() -> Iterator[Cell]:
                 yield Cell(method="d2f-uncached", sampling=rule, part="grid")
         for drafter in DONORS:
             if (named := _named(method, drafter)) is not None:
-                rules = [] if drafter == "nested" else RULES[3:]  # it takes one token a pass
+                rules = [] if drafter == "nested" else RULES[3:]  # it proves thresholds only
                 yield from (Cell(method=named, sampling=rule, part="grid") for rule in rules)
                 continue
             every = [Cell(method=method, drafter=drafter, sampling={**rule, **where}, part="grid") for rule in RULES]
-            yield from every if _can_be(every[0]) else every[:1]
+            if not _can_be(every[0]):
+                yield every[0]
+            elif drafter != "nested":  # which is asked above, with room for its views
+                yield from every
 
 
 def _named(base: str, drafter: str) -> str | None:
@@ -240,7 +297,8 @@ def _can_be(cell: Cell) -> bool:
 
 def cells(setting: Setting, *, curves: bool = False) -> list[Cell]:
     """All of a run in order, each once."""
-    every = [*first_cells(setting.max_tokens), *(curve_cells() if curves else ()), *grid_cells()]
+    tokens = setting.max_tokens
+    every = [*first_cells(tokens), *variant_cells(), *(curve_cells() if curves else ()), *grid_cells()]
     return list({cell.name: cell for cell in reversed(every)}.values())[::-1]
 
 
@@ -520,7 +578,7 @@ def compared(
     return {"of": other["cell"], **paired_difference(ours, theirs, per_request).to_dict()}
 
 
-CURVES = ("threshold", "gamma", "ratio", "rank", "refresh_interval", "answer_interval", "track")
+CURVES = ("threshold", "gamma", "ratio", "rank", *INTERVALS)
 FEWEST_POINTS = 3
 
 

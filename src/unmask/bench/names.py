@@ -11,7 +11,13 @@ OPS = (
     "linear_swiglu",
     "drift",
     "furthest",
+    "picked",
+    "linear_fp8",
+    "quantize_rows",
+    "rms_norm_fp8",
+    "add_rms_norm_fp8",
+    "swiglu_fp8",
 )
-"""Of `bench kernels --op`."""
+"""Of `bench kernels --op`. Those in 8 bits run where the GPU multiplies such floats."""
 PARTS = ("targets", "grid", "memory")
 """Of `bench step --part`."""

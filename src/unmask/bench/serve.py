@@ -1,7 +1,8 @@
 """Requests from end to end through the engine: one at a time (latency), and many (throughput).
 
 With random weights every pass commits a fixed number of tokens, so that published shapes can be timed without their
-weights; with real ones the method decides.
+weights; with real ones the method decides. Before an engine is timed, its captured steps are compared with the same
+steps launched one by one: without that no time is set against another.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from unmask.bench.floor import Ceilings, Cost, measure_ceilings, pass_cost
 from unmask.bench.results import Results
 from unmask.bench.shapes import ordinary_ids, random_network
 from unmask.config import SamplingParams
+from unmask.engine.graphs import FixedSteps
 from unmask.engine.llm import LLM
 from unmask.engine.outputs import CompletionOutput, RequestOutput
+from unmask.engine.request import Answer, Request
 from unmask.eval.word_problems import held_out
 from unmask.methods import method_named
 from unmask.models.quantization import is_fp8
@@ -113,8 +116,9 @@ class Bench:
         llm = self.llm(load)
         prompts = make_prompts(llm, load)
         first = prompts[: load.seats]
-        with underway(llm, first, load.params()) as go:
+        with underway(llm, asked(llm, first, load.params())) as go:
             go(WARM_STEPS)
+        same = same_as_eager(llm, first, load.params())
         llm.engine.stats.reset()
         groups = [[each] for each in prompts] if one_by_one else [prompts]
         seconds, outputs = 0.0, []
@@ -123,8 +127,8 @@ class Bench:
             outputs += llm.generate(group, load.params())
             self._wait()
             seconds += time.perf_counter() - start
-        row = self._row(load, llm, outputs, seconds)
-        with underway(llm, first, load.params()) as go:
+        row = self._row(load, llm, outputs, seconds) | {"same_as_eager": same}
+        with underway(llm, asked(llm, first, load.params())) as go:
             go(WARM_STEPS)
             row |= trace(lambda: go(TRACED_STEPS), self.device) if idle else {"idle_share": None}
         if self.device.type == "cuda":
@@ -194,10 +198,44 @@ def make_prompts(llm: LLM, load: Load) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": ordinary_ids(config, load.prompt, seed).tolist()} for seed in range(load.requests)]
 
 
+def same_as_eager(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> bool | None:
+    """Whether `WARM_STEPS` captured steps decide what the same steps decide that are launched one by one, and not
+    compiled. None: nothing is captured here.
+
+    The engine has served these prompts before: what it keeps of them is there for both.
+    """
+    engine, captured = llm.engine, llm.engine.fixed
+    if captured is None:
+        return None
+    found = []
+    try:
+        for fixed in (captured, FixedSteps(engine.step_program, capture=lambda step: step)):
+            engine.fixed = fixed
+            requests = asked(llm, prompts, params)
+            with underway(llm, requests) as go:
+                go(WARM_STEPS)
+                found.append([_decided(llm, answer) for request in requests for answer in request.answers])
+    finally:
+        engine.fixed = captured
+    return found[0] == found[1]
+
+
+def _decided(llm: LLM, answer: Answer) -> list[list[int]]:
+    """Tokens of an answer, and while it runs the passes that committed them."""
+    if answer.output is not None:
+        return [list(answer.output.token_ids)]
+    canvas = llm.engine.canvas
+    return [each[seat].tolist() for seat in answer.seats for each in (canvas.token_SN, canvas.commit_pass_SN)]
+
+
+def asked(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> list[Request]:
+    """Requests as the engine takes them."""
+    return [llm.prompts.request(prompt, params, at) for at, prompt in enumerate(prompts)]
+
+
 @contextmanager
-def underway(llm: LLM, prompts: Sequence[dict[str, Any]], params: SamplingParams) -> Iterator[Callable[[int], None]]:
+def underway(llm: LLM, requests: Sequence[Request]) -> Iterator[Callable[[int], None]]:
     """Requests that take as many steps as they are told (fewer if one of them ends), and are dropped afterwards."""
-    requests = [llm.prompts.request(prompt, params, at) for at, prompt in enumerate(prompts)]
 
     def go(num_steps: int) -> None:
         for _ in range(num_steps):
@@ -340,16 +378,18 @@ def _run(
             continue
         results.add(row)
         idle = "" if row["idle_share"] is None else f", idle {row['idle_share']:.1%}"
-        tell(f"{name}: {row['tokens_per_second']:.1f} tokens/s, {row['ms_per_pass']:.2f} ms a pass{idle}")
+        wrong = ", NOT AS EAGER" if row["same_as_eager"] is False else ""
+        tell(f"{name}: {row['tokens_per_second']:.1f} tokens/s, {row['ms_per_pass']:.2f} ms a pass{idle}{wrong}")
 
 
 def compared(results: Results) -> None:
-    """Each method's speed over that of the yardsticks, if those were measured."""
+    """Each method's speed over that of the yardsticks, if those were measured, and none of the two decided anything
+    else than its steps do eagerly."""
     rows = results.rows
-    speed = {row["asked_tokens_per_pass"]: row["tokens_per_second"] for row in rows if row["method"] == "vanilla"}
-    one = speed.get(1.0)
+    right = [row for row in rows if row["same_as_eager"] is not False]
+    speed = {row["asked_tokens_per_pass"]: row["tokens_per_second"] for row in right if row["method"] == "vanilla"}
     for row in rows:
-        equal = speed.get(row["asked_tokens_per_pass"])
-        row["over_vanilla_one"] = None if one is None else row["tokens_per_second"] / one
-        row["over_vanilla_equal"] = None if equal is None else row["tokens_per_second"] / equal
+        for name, asked in (("one", 1.0), ("equal", row["asked_tokens_per_pass"])):
+            told = row in right and asked in speed
+            row[f"over_vanilla_{name}"] = row["tokens_per_second"] / speed[asked] if told else None
     results.write()

@@ -2,9 +2,10 @@
 
 Nothing is decided by the weights: every seat commits a fixed number of tokens a pass, by a schedule, while all scores
 are computed. So a step of any published shape can be measured without its weights. Seats stand in the middle of a
-decode; refreshes, which run other shapes, are left out here and are part of the measurements from end to end.
+decode; refreshes, which run other shapes, are left out here and are part of the measurements from end to end: the
+policies ask whether one is due in every pass, and the seats stand where none is.
 
-S seats, N positions
+S seats, N positions, b first positions of blocks
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Kind:
     block: int = 0
     tracks: bool = False
     """Half of its rows are tracked ones."""
+    begun: bool = False
+    """A position of every block is committed from the start: where nothing is, a block's first pass is a refresh."""
     undecided: int = 0
     """Positions without which there are fewer rows: it is measured before an answer has less."""
 
@@ -83,12 +86,6 @@ class FixedRows(CachePolicy):
         return torch.nn.functional.pad(scored_SN[:, self.shift :], (0, self.shift)) & canvas.visible_SN()
 
 
-def steady(policy: CachePolicy) -> CachePolicy:
-    """The policy between two refreshes."""
-    policy.due = lambda canvas, limits: torch.zeros_like(canvas.active_S)  # type: ignore[method-assign]  # noqa: ARG005
-    return policy
-
-
 def fixed(rows: int) -> Kind:
     """A window decoded with so many rows, whichever they are: no tracking, no drafts."""
     return Kind(
@@ -103,15 +100,15 @@ def kinds(capacity: int = PROMPT + ANSWER, answer: int = ANSWER) -> dict[str, Ki
         return Recompute()
 
     def dual(shift: int) -> CachePolicy:  # noqa: ARG001
-        return steady(Dual())
+        return Dual()
 
     def tracked(shift: int) -> CachePolicy:
-        return steady(Tracked(shift=shift))
+        return Tracked(shift=shift)
 
     named = (
         Kind("vanilla", capacity, Whole, recompute, scored=answer),
         Kind("vanilla in blocks", capacity, Blocks, recompute, scored=32, block=32),
-        Kind("dual", 32, Blocks, dual, scored=32, block=32),
+        Kind("dual", 32, Blocks, dual, scored=32, block=32, begun=True),
         Kind("flash-cache", 128, Window, tracked, tracks=True, undecided=64),
         Kind("flash-dllm", 128, Window, tracked, TwoPass, tracks=True, undecided=64),
         fixed(142),
@@ -175,25 +172,49 @@ def most_rows(kind: Kind, config: ModelConfig) -> int:
 
 
 def seat_all(step: Step, kind: Kind, prompt: int, answer: int, per_pass: float) -> None:
-    """A request in every seat, behind its first pass. ``per_pass`` tokens are committed in each of the next ones."""
+    """A request in every seat, behind its first pass. ``per_pass`` tokens are committed in each of the next ones, and
+    no refresh is due in any of them."""
     config, canvas = step.model.config, step.canvas
-    sizes = [min(kind.block or answer, answer - start) for start in range(0, answer, kind.block or answer)]
-    num_steps = max(math.ceil(answer / per_pass), len(sizes))
+    starts = range(0, answer, kind.block or answer)
+    sizes = [min(kind.block or answer, answer - start) - kind.begun for start in starts]
+    num_steps = max(math.ceil(sum(sizes) / per_pass), len(sizes))
+    first_b = torch.tensor([prompt + start for start in starts]) if kind.begun else torch.zeros(0, dtype=torch.int64)
     said = SamplingParams(max_tokens=answer, decode_window=kind.scored, ignore_eos=True, steps=num_steps, gamma=0.8)
     rule = seat_params(said, kind="even", masks_per_block=sizes, model_eos=config.eos_token_ids, seed=1)
-    rule = replace(rule, refresh=kind.rows // 2, track=kind.rows // 2, search=8)
+    rule = replace(rule, refresh=kind.rows // 2, track=kind.rows // 2, search=8, interval=0)
     block_N = layout.blocks(prompt + answer, prompt, kind.block)
     for seat in range(canvas.num_seats):
         token_N = ordinary_ids(config, prompt + answer, seat).int()
+        begun_b = token_N[first_b]
         token_N[prompt:] = config.mask_token_id
+        token_N[first_b] = begun_b
         canvas.place(seat, token_N, prompt=prompt, block_N=block_N)
         step.params.write(seat, rule)
+    canvas.commit_pass_SN[:, first_b.to(canvas.device)] = 1
     canvas.pass_S.fill_(1)
     if kind.tracks:
         canvas.mass_SN.normal_()
 
 
 # Measuring
+
+
+def same_as_eager(step: Step, run: Callable[[], None]) -> bool:
+    """Whether ``run``, a replay, decides and tells the host what the step does that is launched from the same state.
+
+    The step stands afterwards where it stood. K and V are not put back: a pass writes those of its rows before it reads
+    them, and no others.
+    """
+    tensors = [value for value in vars(step.canvas).values() if isinstance(value, Tensor)]
+    tensors += [step.readback, step.saved_SD, step.run_SN]
+    before = [value.clone() for value in tensors]
+    found = []
+    for each in (run, step):
+        each()
+        found.append([value.clone() for value in tensors if not value.is_floating_point()])
+        for value, old in zip(tensors, before):
+            value.copy_(old)
+    return all(map(torch.equal, *found))
 
 
 @torch.inference_mode()
@@ -212,13 +233,16 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds of a step and of its floor, and what the seats did meanwhile, as they tell it.
 
-    A step that did something else than it was to do (rows, commits) is no measurement: the row says so in ``ok``.
+    A step that did something else than it was to do (rows, commits, nobody due for a refresh), or something else than
+    the same step launched eagerly, is no measurement: the row says so in ``ok``.
     """
     device, capacity = model.head.device, prompt + answer
     with ops.kernels(kernels):
         step = make_step(kind, model, pool, seats, capacity, compiled=compiled)
         run: Callable[[], None] = CapturedStep(step) if device.type == "cuda" else step
         seat_all(step, kind, prompt, answer, per_pass)
+        undecided = int(step.canvas.undecided_SN().sum())
+        same = same_as_eager(step, run)
         room = (answer - kind.undecided) // math.ceil(per_pass) - WARMUPS - 1
         replays = max(1, min(REPLAYS, room))
         seconds = median_seconds(run, device, replays=replays)
@@ -227,8 +251,8 @@ def measure(
     floor = cost(kind, model.config, seats, capacity, model.head.element_size(), weight_size)
     rows = sum(told["num_rows"]) / seats
     passes = int(step.canvas.pass_S[0]) - 1
-    committed = answer - sum(told["num_undecided"]) / seats
-    right = not any(told["overflow"]) and all(told["active"]) and committed >= 0.8 * per_pass * passes
+    committed = (undecided - sum(told["num_undecided"])) / seats
+    right = not any(told["overflow"] + told["due"]) and all(told["active"]) and committed >= 0.8 * per_pass * passes
     right &= kind.rows <= rows <= most_rows(kind, model.config) + kind.second_rows
     return {
         "kind": kind.name,
@@ -238,7 +262,8 @@ def measure(
         "scored": kind.scored,
         "keys": capacity,
         "compiled": compiled,
-        "ok": bool(right),
+        "ok": bool(right and same),
+        "same_as_eager": same,
         "rows_run": rows,
         "tokens_per_pass": committed / max(passes, 1),
         "ms": 1e3 * seconds,

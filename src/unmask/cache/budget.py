@@ -32,8 +32,8 @@ def _check_num(name: str, value: int) -> None:
 
 
 def _check_ratio(name: str, value: float) -> float:
-    if not 0 < value <= 1:
-        raise ConfigError(f"{name} is {value}; it lies in (0, 1]")
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{name} is {value}; it lies in [0, 1]")
     return value
 
 
@@ -58,7 +58,8 @@ class BudgetCurve:
     def __post_init__(self) -> None:
         if not 0 <= self.mu <= 1:
             raise ConfigError(f"mu is {self.mu}; the peak lies in [0, 1], a fraction of the depth")
-        _check_ratio("rho_p", self.rho_p)
+        if not 0 < self.rho_p <= 1:
+            raise ConfigError(f"rho_p is {self.rho_p}; it lies in (0, 1]")
         for name in ("rho_s", "rho_e"):
             value = getattr(self, name)
             if not 0 < value <= self.rho_p:
@@ -76,10 +77,10 @@ class BudgetCurve:
         """The ratio of each layer, none above the peak's.
 
         Args:
-            max_ratio: scales the curve so that its peak has this value.
+            max_ratio: scales the curve so that its peak has this value; 0 is nothing in any layer.
             mean_ratio: scales the curve so that the layers have this mean, before `min_ratio` lifts any of them.
             min_ratio: what layers before the peak have at least; those behind it may have less. None is `MIN_RATIO`
-                for the released form and 0, no bound, for the paper's.
+                for the released form, or the peak's ratio where that is less, and 0, no bound, for the paper's.
             form: "released" puts layer l = 0, 1, .. at depth l / L, so that the last one does not quite reach the
                 end; "paper" spreads the layers evenly from the start to the end, which have rho_s and rho_e.
 
@@ -89,7 +90,7 @@ class BudgetCurve:
         _check_num("num_layers", num_layers)
         shape_L = [self._shape(depth) for depth in self._depths(num_layers, form)]
         peak = self._peak(shape_L, max_ratio, mean_ratio)
-        least = (0.0 if form == "paper" else MIN_RATIO) if min_ratio is None else min_ratio
+        least = (0.0 if form == "paper" else min(MIN_RATIO, peak)) if min_ratio is None else min_ratio
         if not 0 <= least <= peak:
             raise ConfigError(f"min_ratio is {least:.4g}; it lies in [0, {peak:.4g}], up to the peak of the curve")
         before_L = [depth < self.mu for depth in self._depths(num_layers, form)]
@@ -119,9 +120,9 @@ class BudgetCurve:
         if mean_ratio is None:
             return self.rho_p
         most = sum(shape_L) / len(shape_L)
-        if not 0 < mean_ratio <= most:
+        if not 0 <= mean_ratio <= most:
             raise ConfigError(
-                f"mean_ratio is {mean_ratio}; it lies in (0, {most:.4g}], as the peak of this curve has at most 1"
+                f"mean_ratio is {mean_ratio}; it lies in [0, {most:.4g}], as the peak of this curve has at most 1"
             )
         return min(mean_ratio / most, 1.0)
 
@@ -153,9 +154,10 @@ def uniform(num_layers: int, ratio: float) -> list[float]:
 
 
 def counts(num_positions: int, ratios: Sequence[float]) -> list[int]:
-    """Rows of ``num_positions`` that each layer recomputes: the whole part of the ratio's, and one at least."""
+    """Rows of ``num_positions`` that each layer recomputes: the whole part of the ratio's, and one at least, unless
+    the ratio is 0."""
     _check_num("num_positions", num_positions)
-    return [max(1, int(num_positions * _check_ratio("ratio", ratio))) for ratio in ratios]
+    return [max(int(ratio > 0), int(num_positions * _check_ratio("ratio", ratio))) for ratio in ratios]
 
 
 # --- from measurements ---

@@ -1,11 +1,12 @@
 """The attention context of the engine: rows write their K/V into the paged pool, and attention reads nothing else.
 
-M rows, S seats, N positions, E columns of a seat
+M rows, P rows of a part, S seats, N positions, E columns of a seat
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,21 @@ class MassSpec:
     def counts(self, layer: int) -> bool:
         """Whether this layer's attention is added."""
         return layer >= self.first_layer and (self.last_layer is None or layer < self.last_layer)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a pass that a layer computes, seat by seat."""
+
+    rows_P: Tensor | None
+    """int64; None: all of them. Of padding any row."""
+    write_P: Tensor
+    """int64: pool entries that take what is kept of these rows, 0 of padding."""
+    sight: ops.Sight
+
+    def of(self, value_M: Tensor) -> Tensor:
+        """The values of these rows."""
+        return value_M if self.rows_P is None else value_M[self.rows_P]
 
 
 class PagedContext:
@@ -86,9 +102,7 @@ class PagedContext:
 
     def project(self, layer: int, hidden: ops.Rows, weights: AttentionWeights) -> Tensor:
         """Writing comes before attention and is unconditional: the cache is what a later pass does not recompute."""
-        k_E, v_E = self._pool.k[layer], self._pool.v[layer]
-        qkv = weights.qkv
-        return ops.project_and_store(hidden, qkv.weight, qkv.bias, self._cos, self._sin, self.write_M, k_E, v_E)
+        return self.project_at(layer, hidden, weights, self.whole)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         counts = self._mass is not None and self._mass.counts(layer)
@@ -96,28 +110,44 @@ class PagedContext:
             q, self._pool.k[layer], self._pool.v[layer], self.sight, self._mass_sum if counts else None
         ).flatten(-2)
 
-    def project_at(
-        self, layer: int, hidden: Tensor, weights: AttentionWeights, rows_P: Tensor, valid_P: Tensor
-    ) -> Tensor:
-        """`project` of some of the rows, seat by seat; those that are not ``valid`` are padding."""
-        k_E, v_E, qkv = self._pool.k[layer], self._pool.v[layer], weights.qkv
-        write_P = torch.where(valid_P, self.write_M[rows_P], 0)
-        turn = (self._cos[rows_P], self._sin[rows_P])
-        return ops.project_and_store(hidden[rows_P], qkv.weight, qkv.bias, *turn, write_P, k_E, v_E)
+    # --- some of the rows
 
-    def attend_at(self, layer: int, q: Tensor, rows_P: Tensor, valid_P: Tensor) -> Tensor:
-        """`attend` of these rows."""
-        sight, num_seats = self.sight, len(self.plan.num_rows_S)
-        seat_P = sight.seat_M[rows_P]
-        num_rows_S = torch.zeros_like(sight.num_rows_S).index_add(0, seat_P, valid_P.to(sight.num_rows_S.dtype))
-        part = replace(
-            sight,
-            seat_M=seat_P,
-            see_M=torch.where(valid_P, sight.see_M[rows_P], 0),
-            num_rows_S=num_rows_S,
-            per_seat=None if sight.per_seat is None else len(rows_P) // num_seats,
-        )
-        return ops.attend(q, self._pool.k[layer], self._pool.v[layer], part).flatten(-2)
+    @property
+    def whole(self) -> Part:
+        """All rows."""
+        return Part(None, self.write_M, self.sight)
+
+    def part(self, rows_P: Tensor) -> Part:
+        """Of a ragged pass, these rows."""
+        sight, seat_P = self.sight, self.sight.seat_M[rows_P]
+        num_S = torch.zeros_like(sight.num_rows_S).index_add(0, seat_P, torch.ones_like(seat_P))
+        return Part(rows_P, self.write_M[rows_P], sight.part(seat_P, sight.see_M[rows_P], num_S, None))
+
+    def packed_part(self, chosen_M: Tensor, most: int) -> Part:
+        """Of a pass of fixed shape, the rows ``chosen`` bool [M], ``most`` of a seat at most."""
+        sight, per_seat = self.sight, self.sight.per_seat
+        assert per_seat is not None, "without a fixed shape nothing is packed"
+        rows_P, seat_P, write_P, see_P, num_S = ops.picked(chosen_M, per_seat, most, self.write_M, sight.see_M)
+        return Part(rows_P, write_P, sight.part(seat_P, see_P, num_S, most))
+
+    @cached_property
+    def _turn_2M(self) -> Tensor:
+        """Cosines and sines in one tensor: rows are gathered from it at once."""
+        return torch.stack((self._cos, self._sin))
+
+    def project_at(self, layer: int, hidden: ops.Rows, weights: AttentionWeights, part: Part) -> Tensor:
+        """`project` of some of the rows."""
+        k_E, v_E, qkv = self._pool.k[layer], self._pool.v[layer], weights.qkv
+        cos_P, sin_P = self._cos, self._sin
+        if part.rows_P is not None:
+            assert isinstance(hidden, Tensor), "rows in 8 bits are not picked from"
+            hidden = hidden[part.rows_P]
+            cos_P, sin_P = self._turn_2M.index_select(1, part.rows_P).unbind()
+        return ops.project_and_store(hidden, qkv.weight, qkv.bias, cos_P, sin_P, part.write_P, k_E, v_E)
+
+    def attend_at(self, layer: int, q: Tensor, part: Part) -> Tensor:
+        """`attend` of some of the rows; their attention is no mass."""
+        return ops.attend(q, self._pool.k[layer], self._pool.v[layer], part.sight).flatten(-2)
 
     def mass_SN(self, num_counted_S: Tensor, capacity: int) -> Tensor:
         """float32 [S, N]: the mean over the rows that counted, summed over layers; zeros if no layer counts."""

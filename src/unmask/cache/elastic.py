@@ -188,8 +188,9 @@ class ElasticGate:
             self._num_computed[each.seat] += len(each.rows)
         rows_P = torch.cat([each.rows for each in self.seats])
         self.computed.append(rows_P)
-        q_P = self.pool.planes["q"][index][context.write_M[rows_P]]
-        seen_P = layer.attn.out(context.attend_at(index, q_P, rows_P, torch.ones_like(rows_P, dtype=torch.bool)))
+        part = context.part(rows_P)
+        q_P = self.pool.planes["q"][index][part.write_P]
+        seen_P = layer.attn.out(context.attend_at(index, q_P, part))
         x_P, normed_P = layer.mlp_norm.add(x_MD[rows_P], seen_P)
         self._fill(tripping)
         out_MD: Tensor = x_MD.index_copy(0, rows_P, x_P + layer.mlp(normed_P))
@@ -210,10 +211,9 @@ class ElasticGate:
 
     def _project(self, layer: Layer, normed_MD: Tensor, rows: list[Tensor]) -> None:
         """Renew q, k and v of these rows, which are in the order of the seats."""
-        rows_P = torch.cat(rows)
-        valid_P = torch.ones_like(rows_P, dtype=torch.bool)
-        q_P = self.context.project_at(layer.index, normed_MD, layer.attn, rows_P, valid_P)
-        self.pool.planes["q"][layer.index][self.context.write_M[rows_P]] = q_P
+        part = self.context.part(torch.cat(rows))
+        q_P = self.context.project_at(layer.index, normed_MD, layer.attn, part)
+        self.pool.planes["q"][layer.index][part.write_P] = q_P
 
     # --- the test
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unmask.cache.context import MassSpec, PagedContext
 from unmask.cache.pool import PagePool, PlaneSpec
-from unmask.core.canvas import OPEN, TO_SEAL, Canvas
+from unmask.core.canvas import OPEN, TO_SEAL, Canvas, put
 from unmask.core.rows import RowPlan
 from unmask.models.attention import LayerGate
 from unmask.models.config import ModelConfig
@@ -190,8 +190,9 @@ class Tracked(CachePolicy):
         self.refresh_rows, self.shift = refresh_rows, shift
 
     def rows(self, canvas: Canvas, candidate_SN: Tensor, limits: Limits) -> Tensor:
-        scoring_SN = torch.nn.functional.pad(candidate_SN[:, self.shift :], (0, self.shift))  # row p - shift scores p
-        wanted_SN = candidate_SN | scoring_SN | self._window(canvas, limits) | self._tracked(canvas, limits)
+        wanted_SN = candidate_SN | self._window(canvas, limits) | self._tracked(canvas, limits)
+        if self.shift:  # row p - shift scores p
+            wanted_SN = wanted_SN | torch.nn.functional.pad(candidate_SN[:, self.shift :], (0, self.shift))
         return canvas.visible_SN() & (wanted_SN | self.due(canvas, limits)[:, None])
 
     def most_rows(self, prompt: int, answer: int, reach: int, limits: SeatLimits) -> int:
@@ -202,7 +203,7 @@ class Tracked(CachePolicy):
         return candidate_SN | self._window(canvas, limits) if self.refresh_rows else candidate_SN
 
     def observe(self, canvas: Canvas, mass_SN: Tensor) -> None:
-        canvas.mass_SN.copy_(torch.where(canvas.active_S[:, None], mass_SN, canvas.mass_SN))
+        put(canvas.mass_SN, canvas.active_S[:, None], mass_SN)
 
     def _window(self, canvas: Canvas, limits: Limits) -> Tensor:
         undecided_SN = canvas.undecided_SN()

@@ -67,6 +67,8 @@ class Canvas:
     """int64: positions of the drafts that the next pass tries, -1 none; Z = 0 without a drafter."""
     pending_token_SZ: Tensor
     """int64: their tokens."""
+    pos_SN: Tensor
+    """int32: position numbers, alike in all seats. Kept, since a pass compares with them a dozen times."""
 
     @classmethod
     def empty(
@@ -105,6 +107,7 @@ class Canvas:
             saved_pos_S=full(seats, -1, torch.int64),
             pending_pos_SZ=full((num_seats, num_pending), -1, torch.int64),
             pending_token_SZ=full((num_seats, num_pending), -1, torch.int64),
+            pos_SN=positions(capacity, device).repeat(num_seats, 1),
         )
 
     @property
@@ -120,7 +123,8 @@ class Canvas:
         return self.token_SN.device
 
     def pos_1N(self) -> Tensor:
-        return positions(self.capacity, self.device)
+        """[1, N]"""
+        return self.pos_SN[:1]
 
     def visible_SN(self) -> Tensor:
         """Positions that exist in this pass."""
@@ -206,31 +210,34 @@ class Canvas:
         """
         if new_pass:
             self.pass_S += self.active_S.int()
-        self.token_SN.copy_(torch.where(chosen_SN, token_SN.int(), self.token_SN))
-        self.commit_prob_SN.copy_(torch.where(chosen_SN, prob_SN, self.commit_prob_SN))
-        own_pass_SN = self.pass_S[:, None].to(torch.int16)
-        self.commit_pass_SN.copy_(torch.where(chosen_SN, own_pass_SN, self.commit_pass_SN))
+        put(self.token_SN, chosen_SN, token_SN.int())
+        put(self.commit_prob_SN, chosen_SN, prob_SN)
+        put(self.commit_pass_SN, chosen_SN, self.pass_S[:, None].to(torch.int16))
         self.final_SN |= chosen_SN
         ends_SN = chosen_SN & (token_SN[:, :, None] == eos_SE[:, None, :]).any(-1)
         first_S = torch.where(ends_SN, self.pos_1N() + 1, self.capacity + 1).amin(1)
-        self.end_S.copy_(torch.minimum(self.end_S, first_S))
+        torch.minimum(self.end_S, first_S, out=self.end_S)
 
     def leader_or_self_S(self) -> Tensor:
         """int64 [S]: whom a seat follows; itself where it is no twin."""
         seat_S = torch.arange(self.num_seats, device=self.device)
         return torch.where(self.leader_S >= 0, self.leader_S.long(), seat_S)
 
-    def count_pass(self, num_rows_S: Tensor) -> None:
-        """Count a forward pass with so many rows of each seat; a twin's rows count for the request that it serves."""
-        self.num_forward_S += (num_rows_S > 0).int()
-        self.rows_S.scatter_add_(0, self.leader_or_self_S(), num_rows_S)
+    def count_pass(self, num_rows_S: Tensor, *, guided: bool = True) -> None:
+        """Count a forward pass with so many rows of each seat; a twin's rows count for the request that it serves.
+        Unless ``guided``, there are no twins."""
+        self.num_forward_S += num_rows_S > 0
+        if guided:
+            self.rows_S.scatter_add_(0, self.leader_or_self_S(), num_rows_S)
+        else:
+            self.rows_S += num_rows_S
 
     def follow(self) -> None:
         """Twins take over what their leaders decided; their prompts stay masked."""
         source_S = self.leader_or_self_S()
         answer_SN = self.pos_1N() >= self.prompt_S[:, None]
-        self.token_SN.copy_(torch.where(answer_SN, self.token_SN[source_S], self.token_SN))
-        self.final_SN.copy_(torch.where(answer_SN, self.final_SN[source_S], self.final_SN))
+        put(self.token_SN, answer_SN, self.token_SN[source_S])
+        put(self.final_SN, answer_SN, self.final_SN[source_S])
         self.end_S.copy_(self.end_S[source_S])
 
     def num_settled_S(self) -> Tensor:
@@ -238,3 +245,8 @@ class Canvas:
         open_SN = ~self.final_SN & (self.pos_1N() >= self.prompt_S[:, None])
         first_S = torch.where(open_SN, self.pos_1N(), self.capacity).amin(1)
         return torch.minimum(first_S, self.end_S) - self.prompt_S
+
+
+def put(state: Tensor, where: Tensor, value: Tensor) -> None:
+    """Set ``state`` to ``value`` where it is told, in one kernel."""
+    torch.where(where, value.detach(), state, out=state)

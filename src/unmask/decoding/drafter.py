@@ -7,7 +7,7 @@ T context rows, K searched positions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -72,6 +72,8 @@ class Drafter:
     """Drafts that wait for the next pass."""
     parts: tuple[str, ...] = ("rule",)
     """Methods without a forward inside: what a compiled step fuses."""
+    static = True
+    """Its passes have a fixed shape and can be captured; without, every pass is ragged."""
 
     def scratch(self, canvas: Canvas) -> Scratch | None:  # noqa: ARG002
         """Rows that go beside the canvas rows of a pass."""
@@ -133,23 +135,34 @@ class Verdict:
 class Nested(Drafter):
     """FreeDave (arXiv 2510.00294): views of the current block with 1, 2, ... of the pending drafts filled in.
 
-    All views run in one pass. Draft z + 1 is accepted when the view before it, on its own, would have committed just
-    that token there; so the answer is that of one token a pass with the same cache. View 0 is the canvas itself.
-    Expects one commit a pass and ranking by probability.
+    All views run in one pass. A view that stands, on its own, would have committed just the drafts up to a later one:
+    then that one stands, too. So the answer is that of the threshold rule without drafts over the same cache; of one
+    token a pass where no probability reaches the threshold. View 0 is the canvas itself. Expects ranking by
+    probability, and of a schedule one commit a pass.
+
+    ``block_width`` is the most positions of a view: a block, or with ``ahead`` all from a block's first position to the
+    canvas's end, which Fast-dLLM's prefix cache recomputes with the block. Such views are too many for a captured pass.
+    ``shift`` is the network's logit shift. Then the first pass over a block commits its first position alone and
+    proposes of the others; the frontier need not hold these back.
     """
 
     parts = ("judge",)
 
-    def __init__(self, num_drafts: int, block_width: int) -> None:
+    def __init__(self, num_drafts: int, block_width: int, *, ahead: bool = False, shift: int = 0) -> None:
         if num_drafts > block_width:
             raise ConfigError(f"{num_drafts} nested drafts do not fit a block of {block_width}; use fewer")
-        self.num_drafts, self.block_width = num_drafts, block_width
+        self.num_drafts, self.block_width, self.ahead, self.shift = num_drafts, block_width, ahead, shift
         self.num_pending, self.num_scratch = num_drafts, num_drafts * block_width
+        self.static = not ahead
+
+    def _inside(self, canvas: Canvas) -> Tensor:
+        """bool [S, N]: positions of which every view has rows of its own."""
+        current_S1 = canvas.current_block_S()[:, None]
+        return canvas.block_SN >= current_S1 if self.ahead else canvas.block_SN == current_S1
 
     def _block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Positions of the current block [S, B], and which of them exist."""
-        current_S1 = canvas.current_block_S()[:, None]
-        inside_SN = canvas.visible_SN() & (canvas.block_SN == current_S1)
+        """Positions of a view [S, B], and which of them exist."""
+        inside_SN = canvas.visible_SN() & self._inside(canvas)
         start_S = torch.where(inside_SN, canvas.pos_1N(), canvas.capacity).amin(1)
         pos_SB = start_S[:, None] + torch.arange(self.block_width, device=start_S.device)
         exists_SB = (pos_SB < canvas.capacity) & inside_SN.gather(1, pos_SB.clamp(max=canvas.capacity - 1).long())
@@ -164,7 +177,7 @@ class Nested(Drafter):
         return torch.where(placed_SZB, token_SZB, base_SB[:, None, :]), placed_SZB
 
     def scratch(self, canvas: Canvas) -> Scratch:
-        """The views' rows: they see the canvas without this block, and their own block."""
+        """The views' rows: they see the canvas without the positions of a view, and their own view."""
         pos_SB, exists_SB = self._block(canvas)
         token_SZB, _ = self._views(canvas, pos_SB)
         drafted_SZ = canvas.pending_pos_SZ >= 0
@@ -178,11 +191,11 @@ class Nested(Drafter):
             live_SJ=torch.cat((pos_SB, column_X.expand(len(pos_SB), -1)), 1),
             canvas_bits_SJ=torch.cat((exists_SB & has_drafts_S1, torch.zeros_like(valid_SZB.flatten(1))), 1),
             bits_SXJ=self._bits(valid_SZB),
-            shadow_SN=(canvas.block_SN == canvas.current_block_S()[:, None]) & has_drafts_S1,
+            shadow_SN=self._inside(canvas) & has_drafts_S1,
         )
 
     def _bits(self, valid_SZB: Tensor) -> Tensor:
-        """A view's rows hold the bits of that view, and none of the block's canvas entries."""
+        """A view's rows hold the bits of that view, and none of the canvas entries at its positions."""
         num_seats, num_views, width = valid_SZB.shape
         own_ZZ = torch.eye(num_views, dtype=torch.bool, device=valid_SZB.device)
         views = own_ZZ[None, :, None, :, None] & valid_SZB[:, None, None, :, :]
@@ -203,13 +216,27 @@ class Nested(Drafter):
         more = (drafted.token_SW, drafted.prob_SW, drafted.neg_doubt_SW)
         verdict = self.verdict(canvas, open_SN, first, more, params, view.see_SN)
         best = verdict.scores
-        chosen_SB = choose(canvas, verdict.view, best, params)
+        chosen_SB = choose(canvas, self._leading(verdict.view), best, params)
         chosen = on_canvas(canvas, best.pos_SW, chosen_SB, best.token_SN, best.prob_SN)
         pending = (canvas.pending_pos_SZ.clamp(min=0), verdict.accepted_SZ, canvas.pending_token_SZ, verdict.prob_SZ)
         proved = on_canvas(canvas, *pending)
         commit_canvas(canvas, params, *(torch.where(proved[0], b, a) for a, b in zip(chosen, proved)))
         self.propose(canvas, verdict, chosen_SB)
         return verdict.accepted_SZ.sum(1)
+
+    def _leading(self, view: FrontierView) -> FrontierView:
+        """What the rule may decide: under shifted logits the block's first position, while it is open, and no other."""
+        if not self.shift:
+            return view
+        open_SB = view.candidate_SN
+        first_B = torch.arange(self.block_width, device=open_SB.device) == 0
+        return replace(view, candidate_SN=open_SB & (first_B | ~open_SB[:, :1]))
+
+    def _by_position(self, more_SX: Tensor) -> Tensor:
+        """What the views' rows say, [S, Z, B], by the position that each scores; nobody scores a view's first ones
+        under shifted logits, and there they are decided."""
+        row_SZB = more_SX.view(len(more_SX), self.num_drafts, self.block_width)
+        return torch.nn.functional.pad(row_SZB, (self.shift, 0))[:, :, : self.block_width] if self.shift else row_SZB
 
     def verdict(
         self,
@@ -220,7 +247,7 @@ class Nested(Drafter):
         params: DecodeParams,
         see_SN: Tensor,
     ) -> Verdict:
-        """Accept the longest run of drafts; go on from the predictions of the last view that stands.
+        """Accept drafts from one view that stands to the next; go on from the predictions of the last one.
 
         ``first`` [S, N] are tokens, probabilities and negative doubts of view 0, the canvas; ``more`` [S, X] those of
         the other views.
@@ -229,30 +256,75 @@ class Nested(Drafter):
         pos_SB, exists_SB = self._block(canvas)
         _, placed_SZB = self._views(canvas, pos_SB)
         token_SVB, prob_SVB, neg_doubt_SVB = (
-            torch.cat((value_SN.gather(1, pos_SB)[:, None], value_SX.view(placed_SZB.shape)), 1)
+            torch.cat((value_SN.gather(1, pos_SB)[:, None], self._by_position(value_SX)), 1)
             for value_SN, value_SX in zip(first, more)
         )
         open_SB = exists_SB & open_SN.gather(1, pos_SB)
         open_SVB = torch.cat((open_SB[:, None], open_SB[:, None] & ~placed_SZB), 1)
-        next_SV1 = first_best(neg_doubt_SVB.masked_fill(~open_SVB, -torch.inf))[..., None]
-        next_pos_SZ = pos_SB[:, None, :].expand_as(token_SVB).gather(2, next_SV1)[:, :-1, 0]
-        next_token_SZ = token_SVB.gather(2, next_SV1)[:, :-1, 0]
-        agrees_SZ = (next_pos_SZ == canvas.pending_pos_SZ) & (next_token_SZ == canvas.pending_token_SZ)
+        takes_SVB = self._takes(open_SVB, prob_SVB, neg_doubt_SVB, params)
         ends_SZ = (canvas.pending_token_SZ[:, :, None] == params.eos_SE[:, None, :]).any(2)
-        ended_before_SZ = ends_SZ.cumsum(1) > ends_SZ.int()
-        agrees_SZ = (~(agrees_SZ & open_SVB[:, :-1].any(2) & ~ended_before_SZ)).cumsum(1) == 0
-        last_S1B = agrees_SZ.sum(1)[:, None, None].expand(-1, 1, self.block_width)
+        last_S, prob_SZ = self._walk(canvas, pos_SB, takes_SVB, token_SVB, prob_SVB, ends_SZ)
+        place_Z = torch.arange(self.num_drafts, device=last_S.device)
+        accepted_SZ = place_Z < last_S[:, None]
+        last_S1B = last_S[:, None, None].expand(-1, 1, self.block_width)
         views = (open_SVB, token_SVB, prob_SVB, neg_doubt_SVB)
         open_SB, token_SB, prob_SB, neg_doubt_SB = (x.gather(1, last_S1B)[:, 0] for x in views)
-        open_SB = open_SB & ~(agrees_SZ & ends_SZ).any(1, keepdim=True)
+        open_SB = open_SB & ~(accepted_SZ & ends_SZ).any(1, keepdim=True)
         group_SB = torch.where(open_SB, 0, -1)
         unused_SB = torch.zeros_like(prob_SB)
         return Verdict(
-            agrees_SZ,
-            prob_SVB.gather(2, next_SV1)[:, :-1, 0],
+            accepted_SZ,
+            prob_SZ,
             FrontierView(open_SB, group_SB, see_SN),
             Scores(pos_SB, open_SB, token_SB, prob_SB, neg_doubt_SB, unused_SB, unused_SB),
         )
+
+    def _takes(self, open_SVB: Tensor, prob_SVB: Tensor, neg_doubt_SVB: Tensor, params: DecodeParams) -> Tensor:
+        """bool [S, V, B]: what the rule would commit in each view, all at the threshold, else the best; that one alone
+        where a schedule caps it."""
+        threshold_S11, strict_S11 = params.threshold_S[:, None, None], params.strict_S[:, None, None]
+        sure_SVB = torch.where(strict_S11, prob_SVB > threshold_S11, prob_SVB >= threshold_S11)
+        sure_SVB = sure_SVB & open_SVB & ~params.capped_S[:, None, None]
+        best_SV1 = first_best(neg_doubt_SVB.masked_fill(~open_SVB, -torch.inf))[..., None]
+        best_SVB = torch.zeros_like(open_SVB).scatter_(2, best_SV1, True) & open_SVB
+        return torch.where(sure_SVB.any(2, keepdim=True), sure_SVB, best_SVB)
+
+    def _walk(
+        self,
+        canvas: Canvas,
+        pos_SB: Tensor,
+        takes_SVB: Tensor,
+        token_SVB: Tensor,
+        prob_SVB: Tensor,
+        ends_SZ: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The last view that stands [S], and each draft's probability in the view that took it.
+
+        A view that takes n tokens leads to the one n further if these are the next n drafts, all of them: the ones
+        between are no canvas that the rule alone would come to.
+        """
+        column_S1Z = (canvas.pending_pos_SZ - pos_SB[:, :1]).clamp(0, self.block_width - 1)[:, None]
+        column_SVZ = column_S1Z.expand(-1, self.num_drafts, -1)
+        taken_SVZ, token_SVZ, prob_SVZ = (
+            value[:, :-1].gather(2, column_SVZ) for value in (takes_SVB, token_SVB, prob_SVB)
+        )
+        there_S1Z = (canvas.pending_pos_SZ >= 0)[:, None]
+        agrees_SVZ = there_S1Z & taken_SVZ & (token_SVZ == canvas.pending_token_SZ[:, None])
+        num_taken_SV = takes_SVB[:, :-1].sum(2)
+        place_Z = torch.arange(self.num_drafts, device=pos_SB.device)
+        last_S = torch.zeros_like(canvas.pending_pos_SZ[:, 0])
+        prob_SZ = torch.zeros_like(prob_SVZ[:, 0])
+        ended_S = torch.zeros_like(ends_SZ[:, 0])
+        for view in range(self.num_drafts):
+            next_S = view + num_taken_SV[:, view]
+            next_SZ = (place_Z >= view) & (place_Z < next_S[:, None])
+            known_S = (next_SZ & agrees_SVZ[:, view]).sum(1) == num_taken_SV[:, view]
+            goes_S = (last_S == view) & known_S & (num_taken_SV[:, view] > 0) & ~ended_S
+            next_SZ = next_SZ & goes_S[:, None]
+            prob_SZ = torch.where(next_SZ, prob_SVZ[:, view], prob_SZ)
+            ended_S = ended_S | (next_SZ & ends_SZ).any(1)
+            last_S = torch.where(goes_S, next_S, last_S)
+        return last_S, prob_SZ
 
     def propose(self, canvas: Canvas, verdict: Verdict, commit_SB: Tensor) -> None:
         """Pending for the next pass: the most probable of what is still undecided in this block."""
@@ -294,8 +366,10 @@ class TwoPass(Drafter):
         self.num_context = max(num_rows - 2, 0)  # with one position searched, the least
         self.num_scratch = self.num_context + 2 * num_search
         self.num_second = max(num_rows, 2 * num_search)
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def settle(self, turn: Turn) -> Tensor:
+        self._tables(turn.canvas.device)  # before `draft`, which may be compiled
         search, scratch = self.draft(turn.canvas, turn.params, turn.view, turn.scores)
         first = self.num_context + self.num_search
         seen = turn.again(scratch, first, search.pos_SK, search.token_SK)
@@ -326,8 +400,8 @@ class TwoPass(Drafter):
         mask_SK = torch.full_like(search.token_SK, canvas.mask_token_id)
         column_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SX.device)
         live_valid_SJ = torch.cat((valid_SX, search.valid_SK), 1)
-        strict_S11 = params.isolated_S[:, None, None]
-        table_SXJ = torch.where(strict_S11, self._table(True, pos_SX.device), self._table(False, pos_SX.device))
+        strict_XJ, reference_XJ = self._tables(pos_SX.device)
+        table_SXJ = torch.where(params.isolated_S[:, None, None], strict_XJ, reference_XJ)
         return Scratch(
             token_SX=torch.cat((canvas.token_SN.gather(1, context_ST).long(), search.token_SK, mask_SK), 1),
             pos_SX=pos_SX,
@@ -358,6 +432,12 @@ class TwoPass(Drafter):
         has_ST = decided_SN.gather(1, context_ST) & (place_T < room_S[:, None])
         missing = (0, self.num_context - num_context)
         return torch.nn.functional.pad(context_ST, missing), torch.nn.functional.pad(has_ST, missing)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """In strict isolation and in the reference's. Kept: made anew they are 32 kernels of a step."""
+        if self._kept is None or self._kept[0].device != device:
+            self._kept = self._table(True, device), self._table(False, device)
+        return self._kept
 
     def _table(self, strict: bool, device: torch.device) -> Tensor:
         """Who sees which live entry: rows and columns [context | drafts | masks], and the cached masks as columns.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unmask.core.canvas import CLOSED, FULL, OPEN, SEALED, TO_SEAL, Canvas
+from unmask.core.canvas import CLOSED, FULL, OPEN, SEALED, TO_SEAL, Canvas, put
 from unmask.decoding.params import DecodeParams, SeatParams
 
 
@@ -134,7 +134,7 @@ class Pipeline(Frontier):
         masks_SK, _ = _masks_and_sizes(canvas)
         flying_SK = (state_SK == OPEN) | (state_SK == FULL)
         done_SK = flying_SK & ((masks_SK > 0).cumsum(1) == 0)
-        state_SK.copy_(torch.where(active_S1, torch.where(done_SK, TO_SEAL, sealed_SK), state_SK))
+        put(state_SK, active_S1, torch.where(done_SK, TO_SEAL, sealed_SK))
 
     def reach(self, answer: int, block_length: int, params: SeatParams) -> int:
         return min(params.depth * (block_length or answer), answer)
@@ -160,7 +160,7 @@ class Pipeline(Frontier):
         state_SK = canvas.block_state_SK
         ripe_SK = _ratio(*_masks_and_sizes(canvas)) >= params.tau_act_S[:, None]
         after_SK = torch.cat((torch.zeros_like(ripe_SK[:, :1]), ripe_SK[:, :-1]), 1)
-        state_SK.copy_(torch.where((state_SK == OPEN) & after_SK, FULL, state_SK))
+        state_SK.masked_fill_((state_SK == OPEN) & after_SK, FULL)
 
     def _stop_adding(self, canvas: Canvas, params: DecodeParams) -> None:
         is_end_SN = (canvas.token_SN[:, :, None] == params.eos_SE[:, None, :]).any(-1)
@@ -168,7 +168,7 @@ class Pipeline(Frontier):
         seen_S = (is_end_SN & decided_SN).any(1) & params.drains_S
         state_SN = canvas.block_state_SK.gather(1, canvas.block_SN.long())
         last_S = torch.where(canvas.visible_SN() & (state_SN >= OPEN), canvas.pos_1N() + 1, 0).amax(1)
-        canvas.end_S.copy_(torch.where(seen_S, torch.minimum(canvas.end_S, last_S.int()), canvas.end_S))
+        put(canvas.end_S, seen_S, torch.minimum(canvas.end_S, last_S.int()))
 
 
 def _masks_and_sizes(canvas: Canvas) -> tuple[Tensor, Tensor]:

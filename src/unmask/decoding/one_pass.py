@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import Canvas, put
 from unmask.core.rows import Scratch, spread
 from unmask.core.scores import Scores
 from unmask.decoding.drafter import Drafter, Prediction, Turn, commit_canvas, on_canvas
@@ -169,4 +169,4 @@ class OnePass(Drafter):
         active_S1 = canvas.active_S[:, None]
         for pending_SZ, value_SZ in ((canvas.pending_pos_SZ, pos_SZ), (canvas.pending_token_SZ, token_SZ)):
             next_SZ = torch.nn.functional.pad(torch.where(there_SZ, value_SZ, -1), missing, value=-1)
-            pending_SZ.copy_(torch.where(active_S1, next_SZ, pending_SZ))
+            put(pending_SZ, active_S1, next_SZ)

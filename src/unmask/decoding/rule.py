@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import Canvas, put
 from unmask.core.scores import Scores
 from unmask.decoding.frontier import FrontierView
 from unmask.decoding.params import ENTROPY, MARGIN, RANDOM, DecodeParams
@@ -160,5 +160,5 @@ def _least_of_group(value_SW: Tensor, group_SW: Tensor) -> Tensor:
 
 def _advance(canvas: Canvas, params: DecodeParams, cap_S: Tensor, commit_SW: Tensor) -> None:
     left_over_S = torch.where(params.carries_S, cap_S - commit_SW.sum(1), 0)
-    canvas.carry_S.copy_(torch.where(canvas.active_S, left_over_S.int(), canvas.carry_S))
+    put(canvas.carry_S, canvas.active_S, left_over_S.int())
     canvas.sched_S += canvas.active_S.int()

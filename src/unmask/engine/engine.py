@@ -61,6 +61,8 @@ class Told:
 class Engine:
     """Runs answers to their end, joining and leaving at any step. Not thread-safe: threads share it in a `Stepper`.
 
+    It is made with its GPU as the current one (`ops.on`), and sees to that itself in whatever thread it is called.
+
     Raises:
         MethodError: the row and the weights do not fit together.
         ConfigError: not even one canvas of ``max_model_len`` fits the memory.
@@ -114,7 +116,7 @@ class Engine:
         self.fixed: FixedSteps | None = None
         """Ordinary passes are captured and replayed; None: every pass is ragged."""
         self._messages = Messages()
-        if self.device.type == "cuda" and not config.enforce_eager and self.axes.policy.static:
+        if self.device.type == "cuda" and not config.enforce_eager and self.axes.static:
             self.fixed = FixedSteps(self.step_program, compiled=config.enable_torch_compile)
 
     @property
@@ -156,8 +158,9 @@ class Engine:
         """Forget an answer, wherever it is; others are not touched. Nothing happens if it is done."""
         self._found.pop(answer, None)
         self._undecided.pop(answer, None)
-        for seat in self.scheduler.release(answer):
-            self._free(seat)
+        with ops.on(self.device):
+            for seat in self.scheduler.release(answer):
+                self._free(seat)
 
     @property
     def busy(self) -> bool:
@@ -169,7 +172,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """One pass (two, where the drafter verifies in its own) over all who are seated and need not wait."""
-        with ops.kernels(self.config.kernels):
+        with ops.on(self.device), ops.kernels(self.config.kernels):
             for answer in self.scheduler.admit():
                 self._seat(answer)
             if not self.scheduler.running:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unmask import ops
 from unmask.config import EngineConfig, SamplingParams
 from unmask.engine.engine import Engine
 from unmask.engine.outputs import RequestOutput, StreamChunk
@@ -91,15 +92,16 @@ class LLM:
             raise ConfigError(f"max_model_len {self.max_model_len} is over the model's limit of {config.max_positions}")
         known = self.tokenizer is not None and hasattr(self.tokenizer, "unknown_ids")
         unknown = self.tokenizer.unknown_ids(config.vocab_size) if known else []
-        self.engine = Engine(
-            self.model,
-            self.method,
-            self.engine_config,
-            max_model_len=self.max_model_len,
-            decoder=self.tokenizer,
-            unknown_ids=list(unknown),
-            checkpoint=checkpoint,
-        )
+        with ops.on(self.model.head.device):
+            self.engine = Engine(
+                self.model,
+                self.method,
+                self.engine_config,
+                max_model_len=self.max_model_len,
+                decoder=self.tokenizer,
+                unknown_ids=list(unknown),
+                checkpoint=checkpoint,
+            )
         self.stepper = Stepper(self.engine)
         self.prompts = Prompts(
             self.engine,
@@ -208,7 +210,8 @@ def _load(
         return model, tokenizer, None
     source = model or SHIPPED_MODEL
     directory = resolve_checkpoint(source, revision)
-    network = load_model(directory, dtype=dtype, device=device, quantization=quantization)
+    with ops.on(device):
+        network = load_model(directory, dtype=dtype, device=device, quantization=quantization)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_pretrained(resolve_checkpoint(tokenizer, None))
     tokenizer = tokenizer if tokenizer is not None else Tokenizer.from_pretrained(directory)

@@ -20,7 +20,7 @@ from torch import Tensor
 from unmask.cache.context import PagedContext
 from unmask.cache.policy import CachePolicy
 from unmask.cache.pool import PagePool
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import Canvas, put
 from unmask.core.rows import RowPlan, Scratch, at_rows, pack, slots
 from unmask.core.scores import Scores
 from unmask.decoding.drafter import Drafter, Prediction
@@ -156,7 +156,7 @@ class Step:
     def _check_sizes(self) -> None:
         """A drafter must suit the network, and its static shapes must fit the step's."""
         drafter = self.drafter
-        if drafter.num_scratch and self.shift:
+        if drafter.num_scratch and self.shift != getattr(drafter, "shift", 0):
             raise ConfigError(
                 f"{type(drafter).__name__} scores a position from its own row, and this network from row "
                 f"p - {self.shift}; run it without a drafter"
@@ -214,7 +214,7 @@ class Step:
         """The look without the seats that ``waits`` bool [S]: they stand still, inactive until `let_go`."""
         canvas = self.canvas
         canvas.active_S &= ~waits_S
-        canvas.block_state_SK.copy_(torch.where(waits_S[:, None], look.block_state_SK, canvas.block_state_SK))
+        put(canvas.block_state_SK, waits_S[:, None], look.block_state_SK)
         goes_S1 = ~waits_S[:, None]
         view = replace(look.view, candidate_SN=look.view.candidate_SN & goes_S1)
         return replace(look, view=view, run_SN=look.run_SN & goes_S1, counted_SN=look.counted_SN & goes_S1)
@@ -275,7 +275,7 @@ class Step:
             drafted=lambda: self._drafted(work, hidden_MD),
             again=self._again,
         )
-        self._num_more_S = torch.zeros_like(self.canvas.rows_S)
+        self._num_more_S: Tensor | None = None
         num_accepted_S = self.drafter.settle(turn)
         with self._time("rules"):
             if self.policy.mass is not None:
@@ -357,7 +357,7 @@ class Step:
     def _drafted(self, work: Work, hidden_MD: Tensor) -> Prediction:
         row_SX = work.plan.row_SE[:, self.canvas.capacity : -1]
         pos_M = torch.cat((work.plan.pos_M, work.plan.pos_M.new_zeros(1)))  # behind all rows: no row at all
-        pos_SX = pos_M[row_SX].long()
+        pos_SX = (pos_M[row_SX].long() + self.shift).clamp(max=self.canvas.capacity - 1)  # the one that a row scores
         return _prediction(self._predict(hidden_MD, row_SX.clamp(min=0), pos_SX, row_SX >= 0), pos_SX)
 
     def _again(self, scratch: Scratch, first: int, pos_SK: Tensor, ask_SK: Tensor) -> Prediction:
@@ -382,15 +382,18 @@ class Step:
 
     # --- after it
 
-    def _end(self, num_rows_S: Tensor, num_more_S: Tensor, num_accepted_S: Tensor, overflow_S: Tensor) -> None:
+    def _end(self, num_rows_S: Tensor, num_more_S: Tensor | None, num_accepted_S: Tensor, overflow_S: Tensor) -> None:
         """Count, retire blocks, and fill the readback; finished seats become inactive, so that a replay before the host
         looks changes nothing."""
         canvas = self.canvas
+        guided = self.params.needs.guided
         self.frontier.retire(canvas, self.params)
-        canvas.count_pass(num_rows_S)
-        canvas.count_pass(num_more_S)
+        canvas.count_pass(num_rows_S, guided=guided)
+        if num_more_S is not None:
+            canvas.count_pass(num_more_S, guided=guided)
+            num_rows_S = num_rows_S + num_more_S
         num_undecided_S = canvas.undecided_SN().sum(1)
-        whole = (canvas.num_settled_S().long(), num_undecided_S, num_rows_S + num_more_S, num_accepted_S, overflow_S)
+        whole = (canvas.num_settled_S().long(), num_undecided_S, num_rows_S, num_accepted_S, overflow_S)
         groups = (
             (*whole, canvas.rows_S),
             (canvas.end_S, canvas.pass_S, canvas.num_forward_S),
@@ -398,7 +401,9 @@ class Step:
         )
         # Stacked by type and joined: a cast for each of eleven columns would be a kernel each.
         self.readback.copy_(torch.cat([torch.stack(group, 1) for group in groups], 1))
-        canvas.active_S &= num_undecided_S[canvas.leader_or_self_S()] > 0  # a twin rests when its leader does
+        if guided:  # a twin rests when its leader does
+            num_undecided_S = num_undecided_S[canvas.leader_or_self_S()]
+        canvas.active_S &= num_undecided_S > 0
 
 
 def _twin_S(params: DecodeParams) -> Tensor:

@@ -185,7 +185,7 @@ def engine(method: str, network_name: str, seats: int, way: Way = PLAIN, **more:
     """An engine that serves a method's load."""
     settings = {"tokenizer": None, "max_num_seqs": seats, "allow_attention_mismatch": True}
     llm = LLM(network(network_name, way=way), method=method, **settings | way.options | more)
-    if way.fixed and llm.engine.fixed is None and llm.engine.axes.policy.static:
+    if way.fixed and llm.engine.fixed is None and llm.engine.axes.static:
         llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=lambda step: step)
     return llm
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from unmask.ops.dispatch import check as check_kernels
-from unmask.ops.dispatch import kernel, kernels
+from unmask.ops.dispatch import kernel, kernels, on
 from unmask.ops.reference import attend as _attend
 from unmask.ops.reference import drift as _drift
 from unmask.ops.reference import linear as _linear
@@ -22,7 +22,7 @@ from unmask.ops.reference import norm as _norm
 from unmask.ops.reference import project as _project
 from unmask.ops.reference.attend import MassSum, Sight
 from unmask.ops.reference.attention import attention
-from unmask.ops.reference.drift import cosine_drift
+from unmask.ops.reference.drift import Picked, cosine_drift
 from unmask.ops.reference.fp8 import Fp8Rows, Fp8Weight
 from unmask.ops.reference.logit_stats import LogitStats, Sampling
 from unmask.ops.reference.rope import rope
@@ -36,6 +36,7 @@ __all__ = [
     "Fp8Weight",
     "LogitStats",
     "MassSum",
+    "Picked",
     "Rows",
     "Sampling",
     "Sight",
@@ -51,6 +52,8 @@ __all__ = [
     "linear",
     "linear_swiglu",
     "logit_stats",
+    "on",
+    "picked",
     "project_and_store",
     "rms_norm",
     "rope",
@@ -167,10 +170,23 @@ def drift(new_MR: Tensor, kept_ER: Tensor, at_M: Tensor, keep_M: Tensor | None =
     return way.drift(new_MR, kept_ER, at_M, keep_M)  # type: ignore[no-any-return]
 
 
-def furthest(drift_M: Tensor, optional_M: Tensor, seat_M: Tensor, first_S: Tensor, count_S: Tensor) -> Tensor:
+def furthest(
+    drift_M: Tensor,
+    optional_M: Tensor,
+    seat_M: Tensor,
+    first_S: Tensor,
+    count_S: Tensor,
+    must_M: Tensor | None = None,
+) -> Tensor:
     """See `reference.drift`."""
     way: Any = kernel("drift", drift_M) or _drift
-    return way.furthest(drift_M, optional_M, seat_M, first_S, count_S)  # type: ignore[no-any-return]
+    return way.furthest(drift_M, optional_M, seat_M, first_S, count_S, must_M)  # type: ignore[no-any-return]
+
+
+def picked(chosen_M: Tensor, per_seat: int, most: int, write_M: Tensor, see_M: Tensor) -> Picked:
+    """See `reference.drift`."""
+    way: Any = kernel("drift", chosen_M) or _drift
+    return way.picked(chosen_M, per_seat, most, write_M, see_M)  # type: ignore[no-any-return]
 
 
 def logit_stats(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -52,12 +52,16 @@ def check(choice: str) -> None:
         raise ConfigError(f"kernels='triton', but {reason}; use kernels='auto'")
 
 
-@cache
-def why_not() -> str | None:
-    """Why no Triton kernel can run here; None: they can."""
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, this GPU is the thread's current one: Triton launches on it, streams begin on it. Nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def why_not(device: torch.device | None = None) -> str | None:
+    """Why no Triton kernel can run on this GPU, without one on the current; None: they can."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "torch sees no NVIDIA GPU"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         have, need = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
         return f"the GPU has compute capability {have} and the kernels need {need}"
@@ -66,10 +70,14 @@ def why_not() -> str | None:
     return None
 
 
+_why_not = cache(why_not)
+"""Of a GPU by name: which one is current may change."""
+
+
 def kernel(name: str, *tensors: Tensor) -> Any:
     """The module of `ops.triton` for a call with these tensors; None: the reference."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # kernels have no backward
         return None  # before the choice is read, which torch.compile cannot trace
-    if not tensors[0].is_cuda or _choice.get() == "reference" or why_not():
+    if not tensors[0].is_cuda or _choice.get() == "reference" or _why_not(tensors[0].device):
         return None
     return importlib.import_module(f"unmask.ops.triton.{name}")

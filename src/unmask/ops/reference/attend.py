@@ -6,7 +6,7 @@ Hkv key heads, hd head size, g seats of a group, R rows and K keys of a seat in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +42,13 @@ class Sight:
     """bool"""
     shadow_SN: Tensor | None = None
     """bool"""
+    whole: Sight | None = None
+    """Of whose rows these are some; None: these are all. What does not depend on rows is made once, for the whole."""
+
+    def part(self, seat_P: Tensor, see_P: Tensor, num_S: Tensor, per_seat: int | None) -> Sight:
+        """What some of these rows see, ``num`` of each seat, and of fixed shape in ``per_seat`` places."""
+        assert self.live_SJ is None, "a part of the rows has no live list"
+        return replace(self, seat_M=seat_P, see_M=see_P, num_rows_S=num_S, per_seat=per_seat, whole=self)
 
     @cached_property
     def groups(self) -> list[Group]:

@@ -145,7 +145,7 @@ def _tile_for(packed: int, num_sweeps: int, num_keys: int, is_fp32: bool, num_pr
     # Every processor has what fits it: two small programs or a large one. Each has at least 128 keys: a share costs
     # 64 KB of traffic of its own.
     num_places = num_processors * (2 if tile.block_m == 64 else 1)
-    num_splits = max(1, min(num_places // num_programs, num_keys // 128, 16))
+    num_splits = max(1, min(num_places // max(1, num_programs), num_keys // 128, 16))
     if tile.block_m == 128 and num_splits > 1:
         tile = replace(tile, block_n=64)
     return replace(tile, num_splits=num_splits)
@@ -177,9 +177,13 @@ def _once(sight: Sight, key: Any, make: Callable[[], Tensor], source: Tensor | N
     return tables[key][1]
 
 
+def _whole(sight: Sight) -> Sight:
+    return sight if sight.whole is None else sight.whole
+
+
 def _entries(sight: Sight) -> Tensor:
-    """int32 [S, N]: the pool's entry of every position, -1 where it is shadowed."""
-    return _once(sight, "entries", lambda: _make_entries(sight))
+    """int32 [S, N]: the pool's entry of every position, -1 where it is shadowed; the same for all parts of a pass."""
+    return _once(_whole(sight), "entries", lambda: _make_entries(sight))
 
 
 def _make_entries(sight: Sight) -> Tensor:
@@ -213,11 +217,7 @@ def _blocks(sight: Sight, group: int, block_m: int) -> Tensor:
 
 def _make_blocks(sight: Sight, group: int, block_m: int) -> Tensor:
     num_rows_S, per_seat = sight.num_rows_S, sight.per_seat
-    num_seats = len(num_rows_S)
-    if per_seat is None:
-        num_blocks = len(sight.see_M) * group // block_m + num_seats
-    else:
-        num_blocks = num_seats * triton.cdiv(per_seat * group, block_m)
+    num_seats, num_blocks = len(num_rows_S), _num_blocks(sight, group, block_m)
     out_B6 = torch.empty(num_blocks, 6, dtype=torch.int32, device=num_rows_S.device)
     _blocks_kernel[(num_blocks,)](
         out_B6,
@@ -234,6 +234,23 @@ def _make_blocks(sight: Sight, group: int, block_m: int) -> Tensor:
         num_warps=1,
     )
     return out_B6
+
+
+def _num_blocks(sight: Sight, group: int, block_m: int) -> int:
+    num_seats = len(sight.num_rows_S)
+    if sight.per_seat is None:
+        return len(sight.see_M) * group // block_m + num_seats
+    num_blocks: int = num_seats * triton.cdiv(sight.per_seat * group, block_m)
+    return num_blocks
+
+
+def _told_by(sight: Sight, group: int, block_m: int) -> tuple[Sight, int, int]:
+    """Whose blocks say how far rows see, and their size. For a part of fixed shape a seat of the whole is one: all its
+    rows, picked or not, see no less, and one table serves every layer of the pass."""
+    whole = sight.whole
+    if whole is None or whole.per_seat is None or sight.per_seat is None:
+        return sight, group, block_m
+    return whole, 1, triton.next_power_of_2(whole.per_seat)
 
 
 def _seat_rows(sight: Sight) -> Tensor:
@@ -272,9 +289,11 @@ def _sweep(
     if num_rows == 0:
         return
     pdl = launch.early(q_M.device)
+    of, *size = _told_by(sight, group, tile.block_m)
     # Tables that an earlier layer made can be read before the kernel in front has ended.
-    has_tables = "entries" in _tables(sight) and ("blocks", group, tile.block_m) in _tables(sight)
-    blocks_B6 = _blocks(sight, group, tile.block_m)
+    has_tables = "entries" in _tables(_whole(sight)) and ("blocks", *size) in _tables(of)
+    blocks_B6 = _blocks(of, *size)
+    num_blocks = len(blocks_B6) if of is sight else _num_blocks(sight, group, tile.block_m)
     num_live = 0 if live_SJ is None or bits_MJ is None else live_SJ.shape[1]
     if live_SJ is not None and bits_MJ is not None:
         live_SJ, bits_MJ = live_SJ.contiguous(), bits_MJ.contiguous()
@@ -293,7 +312,7 @@ def _sweep(
             mass.num_heads = num_heads
         if not one_block:
             query_SHD, reach_S = _query_sums(q_M, k_E, sight, counts_M)
-    _sweep_kernel[(num_kv_heads, num_splits, len(blocks_B6))](
+    _sweep_kernel[(num_kv_heads, num_splits, num_blocks)](
         q_M,
         k_E,
         v_E,
@@ -320,7 +339,7 @@ def _sweep(
         _num_positions(sight),
         sight.num_keys,
         sight.per_seat or 0,
-        len(blocks_B6) // len(sight.page_table_SP),
+        num_blocks // len(sight.page_table_SP),
         num_live,
         LOG2_E / head_dim**0.5,
         GROUP=group,
@@ -339,6 +358,7 @@ def _sweep(
         WIDE=max(k_E.shape[0] * k_E.stride(0), v_E.shape[0] * v_E.stride(0)) >= 2**31,
         PDL=pdl,
         HAS_TABLES=has_tables,
+        BY_SEAT=of is not sight,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch.options(pdl),
@@ -596,7 +616,7 @@ def _sweep_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
     NUM_SPLITS: tl.constexpr, RAGGED: tl.constexpr, SHADOWED: tl.constexpr, LIVE: tl.constexpr, VALUES: tl.constexpr,
     MASS: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr, HAS_TABLES: tl.constexpr,
+    PDL: tl.constexpr, HAS_TABLES: tl.constexpr, BY_SEAT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key heads, splits, blocks of rows). Key heads run side by side, since an entry's heads lie side by side
     in memory: 8 KB for LLaDA."""
@@ -607,7 +627,7 @@ def _sweep_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     block = tl.program_id(2)
-    blocks += 6 * block
+    blocks += 6 * (block // blocks_a_seat if BY_SEAT else block)
     if RAGGED:
         seat = tl.load(blocks)
         first_row = tl.load(blocks + 1)
@@ -626,8 +646,10 @@ def _sweep_kernel(
     head_M = kv_head * GROUP + packed_M % GROUP
     valid_M = row_M < end_row
     dim_D = tl.arange(0, HEAD_DIM)
+    if PDL and HAS_TABLES and BY_SEAT:  # which rows these are was picked in this layer, how far they see with them
+        tl.extra.cuda.gdc_wait()
     see_M = tl.minimum(tl.load(see + row_M, mask=valid_M, other=0), num_keys)
-    if PDL and HAS_TABLES:
+    if PDL and HAS_TABLES and not BY_SEAT:
         tl.extra.cuda.gdc_wait()
     q_MD = tl.load(
         q + row_M.to(tl.int64)[:, None] * q_row + head_M[:, None] * q_head + dim_D[None, :],
