@@ -130,7 +130,10 @@ def _allowed(name: str) -> str:
     allowed = _ALLOWED[name]
     if isinstance(allowed, tuple):
         return code_words(allowed)
-    return f"{allowed:g} to 1" if isinstance(allowed, float) else f"an integer from {allowed} on"
+    if isinstance(allowed, float):
+        return f"{allowed:g} to 1"
+    share = ", or a share up to 1" if name == "rank" else ""
+    return f"an integer from {allowed} on{share}"
 
 
 def costs(*names: str) -> str:

@@ -101,7 +101,7 @@ def test_methods(unmask, tmp_path):
     rows = json.loads((tmp_path / "methods_short.json").read_text())["rows"]
     plain = "confidence threshold=2.0 block_length=16"
     assert [row["cell"] for row in rows] == ["confidence threshold=2.0", *(row["cell"] for row in rows[1:])]
-    (ahead,) = (row for row in rows if row["method"] == "freedave")
+    (ahead,) = (row for row in rows if row["cell"] == "freedave threshold=2.0 block_length=16")
     assert ahead["to_no_cache"]["of"] == plain
     assert ahead["to_one_a_pass"]["of"] == rows[0]["cell"]
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,10 +97,12 @@ def run(
     prompts: Sequence[Prompt],
     asked: Asked,
     *,
+    checkpoint: Path | None = None,
     facts: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Decode all prompts by each rule, and write down what was seen.
+    """Decode all prompts by each rule, and write down what was seen. ``checkpoint`` is where the network comes from:
+    some have a budget of their own by their name.
 
     Raises:
         ConfigError: the network was trained for another attention, or a request says what cannot be.
@@ -116,7 +119,7 @@ def run(
             whole_LrD,
             rank=rank,
             ranks=ranks,
-            ratios=ratios(config, asked.ratio),
+            ratios=ratios(config, asked.ratio, checkpoint),
             above=asked.above,
             thresholds=asked.thresholds(),
             tops=TOPS,
@@ -154,11 +157,11 @@ def _about(asked: Asked, config: ModelConfig, ranks: Sequence[int]) -> dict[str,
     return {**about, "block_length": asked.block_length, "ranks": list(ranks), "network": sizes, "rules": asked.rules}
 
 
-def ratios(config: ModelConfig, ratio: float) -> list[float]:
+def ratios(config: ModelConfig, ratio: float, checkpoint: Path | None = None) -> list[float]:
     """What spa-cache would recompute of an answer, by layer."""
     spa = METHODS["spa-cache"]
     method = replace(spa, options={**spa.options, "ratio": ratio})
-    found: list[float] = Axes.of(method, config).policy.ratios  # type: ignore[attr-defined]
+    found: list[float] = Axes.of(method, config, checkpoint=checkpoint).policy.ratios  # type: ignore[attr-defined]
     return found
 
 

@@ -83,7 +83,7 @@ def profile(
         window=window,
         seats=seats,
     )
-    network, tokenizer = load(model or SHIPPED, revision, dtype, device)
+    network, tokenizer, directory = load(model or SHIPPED, revision, dtype, device)
     from unmask.eval.word_problems import held_out
 
     texts = lines or [each["question"] for each in held_out(problems, per_request=per_request)]
@@ -91,7 +91,8 @@ def profile(
     results = file_for(name, str(network.head.device), out)
     facts = {"model": name, "dtype": str(network.head.dtype).removeprefix("torch.")}
     facts["prompts"] = "own" if lines else "held-out problems"
-    bench.run(results, network, tokenizer, as_prompts(texts, tokenizer), asked, facts=facts, tell=_teller(as_json))
+    asking = as_prompts(texts, tokenizer), asked
+    bench.run(results, network, tokenizer, *asking, checkpoint=directory, facts=facts, tell=_teller(as_json))
     drawn = draw(results)
     if as_json:
         print(json.dumps(results.data, indent=1))
@@ -129,8 +130,8 @@ def _prompt(line: str, where: str) -> str:
     return text
 
 
-def load(name: str, revision: str | None, dtype: str, device: str) -> tuple[Transformer, Tokenizer]:
-    """The network and its tokenizer; torch is imported here.
+def load(name: str, revision: str | None, dtype: str, device: str) -> tuple[Transformer, Tokenizer, Path]:
+    """The network, its tokenizer and where they lie; torch is imported here.
 
     Raises:
         ConfigError: a device that is not there.
@@ -151,7 +152,7 @@ def load(name: str, revision: str | None, dtype: str, device: str) -> tuple[Tran
     tokenizer = Tokenizer.from_pretrained(directory)
     if tokenizer is None:
         raise ConfigError(f"{name} has no tokenizer, and prompts are text; put its tokenizer files beside the weights")
-    return load_model(directory, dtype=dtype, device=device), tokenizer
+    return load_model(directory, dtype=dtype, device=device), tokenizer, directory
 
 
 def as_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
