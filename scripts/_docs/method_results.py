@@ -13,7 +13,9 @@ INTROS = {
     "short": "One problem a request",
     "long": "Several problems a request",
     "paired": "Several problems a request, more of them",
+    "verify": "One problem a request, more of them",
 }
+OPTIONAL = ("paired", "verify")
 
 
 # --- words for a cell
@@ -97,7 +99,8 @@ def _gains(rows: Sequence[Result]) -> str:
         "more a pass": lambda row: optional(row["gains"]["tokens_per_pass"], "+.1%"),
         "more a row": lambda row: optional(row["gains"]["tokens_per_row"], "+.1%"),
     }
-    text = table(rows, {**CELL, "tokens a step": "{tokens_per_step:.2f}", **more})
+    none: Columns = {"to no cache": lambda row: _difference(row["to_no_cache"])}
+    text = table(rows, {**CELL, **none, "tokens a step": "{tokens_per_step:.2f}", **more})
     return f"What trying ahead gains at the same accuracy (-: without it no threshold is as good):\n\n{text}"
 
 
@@ -167,6 +170,13 @@ def _against_none(value: Any, row: Result) -> str:
     return f"{str(value).lower()}: {points} ({_share(row, 'num_rows'):.0%}, {_share(row, 'num_passes'):.2f})"
 
 
+def gained(name: str) -> str:
+    """What drafters of methods_NAME gain at the same accuracy."""
+    result = single(f"methods_{name}")
+    ahead = [row for row in result["rows"] if row.get("gains")]
+    return f"{_gains(ahead)}\n\n{_made_with(result, name)}"
+
+
 def one_pass(name: str) -> str:
     """What became of drafts, or every design beside the plain rule."""
     result = single(f"one_pass_{name}")
@@ -182,7 +192,7 @@ def of_methods(*names: str) -> str:
 
 
 def _in_file(file: str, names: Sequence[str]) -> str:
-    missing = "" if file == "paired" else f"{INTROS[file]}: Not measured yet."
+    missing = "" if file in OPTIONAL else f"{INTROS[file]}: Not measured yet."
     try:
         result = single(f"methods_{file}")
     except FileNotFoundError:

@@ -682,14 +682,15 @@ def check_weights(method: Method, config: Weights, *, allow: bool) -> None:
             f"method {method.name!r} recomputes one block at a time, and this network scores its first position from "
             f"outside of it; make frontier {method.members[0]!r} with lead=True, or use policy 'recompute'"
         )
-    if method.kinds[2] == "nested" and not isinstance(method.drafter, str):
+    ahead = method.kinds[2]
+    if ahead in ("nested", "one-pass") and not isinstance(method.drafter, str):
         if method.drafter.shift != config.logit_shift:
             raise MethodError(
                 f"method {method.name!r}: drafter {method.members[2]!r} is for logits that are shifted by "
                 f"{method.drafter.shift}, and those of this network are by {config.logit_shift}; make it with "
                 f"shift={config.logit_shift}"
             )
-    elif method.kinds[2] not in ("none", "nested") and config.logit_shift:
+    elif ahead not in ("none", "nested", "one-pass") and config.logit_shift:
         raise MethodError(
             f"method {method.name!r} verifies each position by its own row, and this network scores a position from "
             f"row p - {config.logit_shift}; use a method with drafter 'none', such as {method._without_drafter()!r}"

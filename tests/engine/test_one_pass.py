@@ -7,7 +7,9 @@ K drafts, D hidden size, S seats
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -31,26 +33,29 @@ from engine.watched import (
     column,
     drawn,
     entries_of,
-    one_layer,
     request,
     tiny,
     trace,
     watch,
     watched_run,
 )
-from oracles.one_pass import Draft, OnePassRun, OnePassSettings, decode, views
+from models.checkpoints import random_model as random_checkpoint
+from oracles.one_pass import Draft, OnePassRun, OnePassSettings, decode, scored_by, views
 from unmask import LLM, SamplingParams
 from unmask.bench.step import Kind, check_replay, random_model
 from unmask.cache.context import MassSpec
 from unmask.cache.policy import CachePolicy, Recompute, Tracked
+from unmask.core.rows import spread
 from unmask.decoding.frontier import Blocks, Frontier, Whole, Window
 from unmask.decoding.one_pass import MAX_DRAFTS, OnePass
 from unmask.engine.step import Step
 from unmask.errors import ConfigError
-from unmask.methods import METHODS
+from unmask.methods import MAX_ONE_PASS_SEARCH, METHODS, check_weights
 from unmask.models.attention import DenseContext
 from unmask.models.transformer import Transformer
 
+NETWORKS = (*MODELS, "tiny-dream")
+DREAM_TOKENS = (180, 200)  # as COMMON_TOKENS of the others
 K = 5
 EVIDENCE, PROBES = 0, K - 1  # scratch columns; the first probe row is that of the second draft
 
@@ -60,8 +65,24 @@ def windowed(each: Case, **more: Any) -> Case:
 
 
 def one_pass_step(model: Transformer, cases: Sequence[Case], num_drafts: int = K, **more: Any) -> Step:
-    members: dict[str, Any] = {"frontier": Window(), "drafter": OnePass(num_drafts)}
+    members: dict[str, Any] = {"frontier": Window(), "drafter": OnePass(num_drafts, shift=model.config.logit_shift)}
     return make_step(model, cases, **members | more)
+
+
+def drafter_for(name: str, cls: type[OnePass] = OnePass) -> OnePass:
+    return cls(K, shift=tiny(name).config.logit_shift)
+
+
+def caches(name: str, cached: bool) -> dict[str, Any]:
+    """Members for a step with a cache, or without."""
+    return {"policy": Tracked(MassSpec(first_layer=1), shift=tiny(name).config.logit_shift)} if cached else {}
+
+
+with_caches = pytest.mark.parametrize("cached", [False, True], ids=["recompute", "tracked"])
+
+
+def one_layer(name: str = "tiny-llada") -> Transformer:
+    return random_checkpoint(name, **{"num_hidden_layers" if name == "tiny-dream" else "n_layers": 1}).double()
 
 
 def pending(step: Step, seat: int) -> list[Draft]:
@@ -103,6 +124,9 @@ CASES = [
     windowed(request(6, 18, 18, 7, rule={"threshold": 1.0}), search=3, gamma=0.1),
     windowed(request(8, 16, 16, 8), gamma=2.0),
     windowed(request(2, 3, 3, 9), gamma=0.0),
+    windowed(request(0, 12, 12, 10), gamma=0.1),
+    windowed(request(1, 26, 26, 11, DREAM_TOKENS), gamma=0.0),
+    windowed(request(9, 30, 30, 12, DREAM_TOKENS), window=16, gamma=0.1),
 ]
 
 
@@ -132,14 +156,15 @@ def check_steps(step: Step, cases: Sequence[Case], runs: Sequence[OnePassRun]) -
 
 
 @both_forms
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_every_step_is_that_of_the_plain_loops(name: str, fixed: bool) -> None:
     step = one_pass_step(tiny(name), CASES, seats=len(CASES) + 1, fixed=fixed)
     check_steps(step, CASES, [run_of(name, each) for each in CASES])
 
 
-def test_the_cases_show_what_they_are_for() -> None:
-    runs = [run_of(name, each) for name in MODELS for each in CASES]
+@pytest.mark.parametrize("names", [MODELS, NETWORKS[-1:]], ids=["own rows", "shifted"])
+def test_the_cases_show_what_they_are_for(names: Sequence[str]) -> None:
+    runs = [run_of(name, each) for name in names for each in CASES]
     steps = [step for each in runs for step in each.steps]
     assert sum(len(step.accepted) > 1 for step in steps) > 20
     assert any(step.accepted and not step.ruled for step in steps), "nobody was rescued beside an acceptance"
@@ -152,7 +177,7 @@ def test_the_cases_show_what_they_are_for() -> None:
 
 
 @drawn
-@given(st.data(), st.booleans(), st.sampled_from(MODELS))
+@given(st.data(), st.booleans(), st.sampled_from(NETWORKS))
 def test_drawn_requests_follow_the_plain_loops(data: st.DataObject, fixed: bool, name: str) -> None:
     cases = data.draw(st.lists(drawn_requests(), min_size=1, max_size=3))
     check_steps(one_pass_step(tiny(name), cases, fixed=fixed), cases, [run_of(name, each) for each in cases])
@@ -162,11 +187,11 @@ def test_drawn_requests_follow_the_plain_loops(data: st.DataObject, fixed: bool,
 def drawn_requests(draw: st.DrawFn) -> Case:
     length = draw(st.integers(1, 20))
     each = request(
-        draw(st.integers(1, 12)),
+        draw(st.integers(0, 12)),
         length,
         length,
         draw(st.integers(0, 9)),
-        draw(st.sampled_from([(), COMMON_TOKENS])),
+        draw(st.sampled_from([(), COMMON_TOKENS, DREAM_TOKENS])),
         rule={"threshold": draw(st.sampled_from([0.3, 0.6, 0.9]))},
     )
     return windowed(
@@ -199,21 +224,110 @@ class Blind(OnePass):
 
     def _table(self, device: torch.device) -> Tensor:
         table_XJ = super()._table(device).clone()
-        table_XJ[PROBES:, K : K + PROBES] = False
+        table_XJ[PROBES:, OF_EVIDENCE] = False
         return table_XJ
 
 
-@pytest.mark.parametrize("wrong", [Obliging, Forgetful, Blind])
-def test_another_drafter_is_noticed(wrong: type[OnePass]) -> None:
+OF_EVIDENCE, OF_PROBES = slice(-2 * PROBES, -PROBES), slice(-PROBES, None)  # columns of a live list
+
+
+class Peeking(OnePass):
+    """Probes that see their own draft; the last one has no row of its own."""
+
+    def _table(self, device: torch.device) -> Tensor:
+        table_XJ = super()._table(device).clone()
+        for view in range(PROBES - 1):
+            table_XJ[PROBES + view, OF_EVIDENCE][view + 1] = True
+            table_XJ[PROBES + view, view + 1] = False
+        return table_XJ
+
+
+class Stale(OnePass):
+    """Probes with the canvas's token where an earlier draft stands."""
+
+    def _probes(self, canvas: Any, pos_SZ: Tensor) -> tuple[Tensor, Tensor]:
+        pos_SV, _ = super()._probes(canvas, pos_SZ)
+        return pos_SV, canvas.token_SN.gather(1, pos_SV)
+
+
+class Hasty(OnePass):
+    """Probes with any draft's token that stands where they do, also a later one's."""
+
+    def _probes(self, canvas: Any, pos_SZ: Tensor) -> tuple[Tensor, Tensor]:
+        pos_SV, _ = super()._probes(canvas, pos_SZ)
+        here_SVZ = pos_SV[:, :, None] == canvas.pending_pos_SZ[:, None, :]
+        draft_SV = torch.where(here_SVZ, canvas.pending_token_SZ[:, None, :], 0).sum(2)
+        return pos_SV, torch.where(here_SVZ.any(2), draft_SV, canvas.token_SN.gather(1, pos_SV))
+
+
+class Unshifted(OnePass):
+    """Probes at their drafts' own places."""
+
+    def _probes(self, canvas: Any, pos_SZ: Tensor) -> tuple[Tensor, Tensor]:
+        return pos_SZ[:, 1:], torch.full_like(pos_SZ[:, 1:], canvas.mask_token_id)
+
+
+class Doubled(OnePass):
+    """Rows that see whatever is at their own position, and themselves."""
+
+    def _standing(self, there_SZ: Tensor, pos_SZ: Tensor, pos_SX: Tensor, sees_SXJ: Tensor) -> Tensor:  # noqa: ARG002
+        return sees_SXJ
+
+
+class Absent(OnePass):
+    """Probes that never see themselves, also where they are to stand for a draft's place."""
+
+    def _standing(self, there_SZ: Tensor, pos_SZ: Tensor, pos_SX: Tensor, sees_SXJ: Tensor) -> Tensor:
+        return super()._standing(torch.zeros_like(there_SZ), pos_SZ, pos_SX, sees_SXJ)
+
+
+class Shadowing(OnePass):
+    """Where probes stand, too, the canvas is set apart: nobody sweeps it there, so it has no mass."""
+
+    def scratch(self, canvas: Any) -> Any:
+        scratch = super().scratch(canvas)
+        assert scratch is not None
+        pos_SV, valid_SV = scratch.pos_SX[:, PROBES:], scratch.valid_SX[:, PROBES:]
+        elsewhere_SV = valid_SV & ~scratch.shadow_SN.gather(1, pos_SV)
+        num_rows, add = scratch.bits_SXJ.shape[1], torch.cat
+        return replace(
+            scratch,
+            live_SJ=add((scratch.live_SJ, pos_SV), 1),
+            canvas_bits_SJ=add((scratch.canvas_bits_SJ, elsewhere_SV), 1),
+            bits_SXJ=add((scratch.bits_SXJ, elsewhere_SV[:, None, :].expand(-1, num_rows, -1)), 2),
+            shadow_SN=scratch.shadow_SN | spread(elsewhere_SV, pos_SV, elsewhere_SV, canvas.capacity),
+        )
+
+
+class Crossed(OnePass):
+    """Drafts of a neighbour."""
+
+    def scratch(self, canvas: Any) -> Any:
+        scratch = super().scratch(canvas)
+        assert scratch is not None
+        return replace(scratch, token_SX=torch.where(scratch.valid_SX.roll(1, 0), scratch.token_SX.roll(1, 0), 0))
+
+
+WRONG: list[type[OnePass]] = [Obliging, Forgetful, Blind, Peeking]
+WRONG_SHIFTED = [Stale, Hasty, Unshifted, Doubled, Absent]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [*(("tiny-llada", wrong) for wrong in WRONG), *(("tiny-dream", x) for x in WRONG + WRONG_SHIFTED)],
+)
+def test_another_drafter_is_noticed(name: str, wrong: type[OnePass]) -> None:
     """Negative control."""
+    step, runs = one_pass_step(tiny(name), CASES, drafter=drafter_for(name, wrong)), [run_of(name, x) for x in CASES]
     with pytest.raises(AssertionError):
-        check_steps(one_pass_step(tiny(), CASES, drafter=wrong(K)), CASES, [run_of("tiny-llada", x) for x in CASES])
+        check_steps(step, CASES, runs)
 
 
-def test_the_served_row_follows_the_plain_loops() -> None:
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_the_served_row_follows_the_plain_loops(name: str) -> None:
     """The table's row, through the door, four seats for all."""
-    cases = [changed_to(each, search=min(each.params.search, K)) for each in CASES]
-    llm = LLM(model=tiny(), method="one-pass", tokenizer=None, max_num_seqs=4)
+    cases = [changed_to(each, search=min(each.params.search, K)) for each in CASES if each.prompt]
+    llm = LLM(model=tiny(name), method="one-pass", tokenizer=None, max_num_seqs=4)
     said = [
         SamplingParams(
             max_tokens=each.length,
@@ -229,7 +343,7 @@ def test_the_served_row_follows_the_plain_loops() -> None:
     ]
     outs = llm.generate([{"prompt_token_ids": each.prompt} for each in cases], said)
     for out, each in zip((one.outputs[0] for one in outs), cases):
-        want = run_of("tiny-llada", each)
+        want = run_of(name, each)
         answer = want.canvas[len(each.prompt) :]
         assert out.token_ids == (answer[:-1] if answer[-1] in each.params.eos else answer)
         assert (out.num_forward_passes, out.num_rows) == (len(want.steps), want.num_rows)
@@ -243,7 +357,7 @@ def drafts_of(each: Pass, seat: int) -> list[Draft]:
     return [Draft(pos, token) for pos, token in zip(places, tokens) if pos >= 0]
 
 
-def check_content(each: Pass, seat: int) -> int:
+def check_content(each: Pass, seat: int, shift: int = 0) -> int:
     """Every row meets every position once: canvas rows the canvas, evidence and probes their views."""
     tokens = each.token_SN[seat, : each.end_S[seat]].tolist()
     drafts = drafts_of(each, seat)
@@ -257,21 +371,77 @@ def check_content(each: Pass, seat: int) -> int:
         for row in (left, right):
             assert list(each.content(seat, row).values()) == seen_by[number + 1], (seat, number)
         assert Draft(int(each.plan.pos_M[left]), int(each.plan.token_M[left])) == drafts[number]
-        assert int(each.plan.pos_M[right]) == drafts[number + 1].position
+        assert int(each.plan.pos_M[right]) == scored_by(drafts[number + 1].position, shift)
         scratch = set(each.scratch_SX[seat].tolist())
         met = [entry for entry in each.sources(seat, left).values() if entry in scratch]
         assert len(met) == number + 1, "the canvas's own rows elsewhere"
     return len(probes)
 
 
+def check_contents(name: str, drafter: OnePass, *, cached: bool = False, fixed: bool = True) -> int:
+    cases = [changed_to(each, refresh=12, track=4) for each in CASES]
+    members = {"frontier": Window(), "drafter": drafter, **caches(name, cached)}
+    passes = watched_run(tiny(name), cases, fixed=fixed, **members)
+    shift = tiny(name).config.logit_shift
+    return sum(check_content(each, seat, shift) for each in passes for seat in range(len(CASES)))
+
+
 @both_forms
-def test_every_row_sees_its_view_and_each_position_once(fixed: bool) -> None:
-    passes = watched_run(tiny(), CASES, frontier=Window(), drafter=OnePass(K), fixed=fixed)
-    assert sum(check_content(each, seat) for each in passes for seat in range(len(CASES))) > 100
+@with_caches
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_every_row_sees_its_view_and_each_position_once(name: str, cached: bool, fixed: bool) -> None:
+    assert check_contents(name, drafter_for(name), cached=cached, fixed=fixed) > 100
 
 
-def test_no_scratch_row_writes_the_canvas() -> None:
-    for each in watched_run(tiny(), CASES, frontier=Window(), drafter=OnePass(K)):
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *((name, x) for name in ("tiny-llada", "tiny-dream") for x in (Blind, Peeking)),
+        *(("tiny-dream", x) for x in WRONG_SHIFTED),
+    ],
+)
+def test_rows_that_see_something_else_are_noticed(name: str, wrong: type[OnePass]) -> None:
+    """Negative control."""
+    with pytest.raises(AssertionError):
+        check_contents(name, drafter_for(name, wrong))
+
+
+def test_drafts_stand_in_all_ways_beside_each_other() -> None:
+    """Where the row stands that judges a later draft, if logits are shifted: what the tests of them are about."""
+    found: Counter[str] = Counter()
+    for each in watched_run(tiny("tiny-dream"), CASES, frontier=Window(), drafter=drafter_for("tiny-dream")):
+        for seat, case in enumerate(CASES):
+            places = [draft.position for draft in drafts_of(each, seat)]
+            for number, place in enumerate(places[1:], 1):
+                before = scored_by(place, 1)
+                if before in places:
+                    where = "earlier" if before in places[:number] else "later"
+                else:
+                    final = bool(each.final_SN[seat, before])
+                    where = "prompt" if before < len(case.prompt) else "decided" if final else "mask"
+                found[where] += 1
+    assert set(found) == {"earlier", "later", "prompt", "decided", "mask"}, found
+
+
+@torch.inference_mode()
+def test_the_first_position_is_scored_by_its_own_row() -> None:
+    """Nothing is before it: where it is a draft, two probes may stand there."""
+    model = one_layer("tiny-dream")
+    step = one_pass_step(model, [windowed(request(0, 8, 8))])
+    canvas = step.canvas
+    canvas.pending_pos_SZ[0] = torch.tensor([2, 0, 1, 4, 3])
+    canvas.pending_token_SZ[0] = torch.tensor([30, 31, 32, 33, 34])
+    passes = watch(step)
+    step()
+    assert check_content(passes[0], 0, 1) == K - 1
+    found = [passes[0].hidden_MD[row] for row in passes[0].scratch_rows(0, PROBES, K - 1)]
+    wanted_KD = sequential_conditionals(model, passes[0])
+    torch.testing.assert_close(torch.stack(found), wanted_KD[1:], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_no_scratch_row_writes_the_canvas(name: str) -> None:
+    for each in watched_run(tiny(name), CASES, frontier=Window(), drafter=drafter_for(name)):
         scratch_M = (each.plan.column_M >= each.capacity) & ~each.is_padding_M
         assert set(each.write_M[scratch_M].tolist()) <= set(each.scratch_SX.flatten().tolist())
 
@@ -279,9 +449,11 @@ def test_no_scratch_row_writes_the_canvas() -> None:
 def full_pass(
     model: Transformer, *, fixed: bool = True, drafter: OnePass | None = None, seats: int = 1, **more: Any
 ) -> tuple[Step, Pass]:
-    """An early pass that verifies K drafts of each request."""
-    cases = [windowed(request(5, 14, 14, seed, rule={"threshold": 1.0}), gamma=2.0) for seed in range(seats)]
-    step = one_pass_step(model, cases, drafter=drafter or OnePass(K), fixed=fixed, **more)
+    """An early pass that verifies K drafts of each request, some of them side by side."""
+    cases = [windowed(request(5, 14, 14, seed, rule={"threshold": 1.0}), gamma=2.0) for seed in range(4, 4 + seats)]
+    if drafter is not None:
+        more["drafter"] = drafter
+    step = one_pass_step(model, cases, fixed=fixed, **more)
     passes = watch(step)
     with torch.inference_mode():
         for _ in range(3):
@@ -290,18 +462,32 @@ def full_pass(
     return step, passes[-1]
 
 
+def scratch_tokens(step: Step, each: Pass, changed_draft: int | None, seat: int) -> Tensor:
+    """int [X]: what a seat's scratch rows hold in that pass, made anew with another token in a draft."""
+    canvas = copy(step.canvas)
+    for name in ("token_SN", "final_SN", "end_S", "pending_pos_SZ", "pending_token_SZ"):
+        setattr(canvas, name, getattr(each, name).clone())
+    canvas.active_S = torch.ones_like(canvas.active_S)
+    if changed_draft is not None:
+        token_Z = canvas.pending_token_SZ[seat]
+        token_Z[changed_draft] = (token_Z[changed_draft] + 7) % 300
+    scratch = step.drafter.scratch(canvas)
+    assert scratch is not None
+    return scratch.token_SX[seat]
+
+
 @torch.inference_mode()
 def again(step: Step, each: Pass, changed_draft: int | None = None, *, of: int = 0, seat: int = 0) -> tuple[Any, ...]:
     """Hidden rows [K, D] that judge a seat's drafts when the pass is made again with another token in a draft, those of
     its canvas, and the K/V that the canvas has then."""
     step.pool.k.copy_(each.before[0])
     step.pool.v.copy_(each.before[1])
-    token_M = each.plan.token_M.clone()
-    if changed_draft is not None:
-        (row,) = each.scratch_rows(of, EVIDENCE + changed_draft, 1)
-        token_M[row] = (token_M[row] + 7) % 300
+    token_M, rows = each.plan.token_M.clone(), each.scratch_rows(of, EVIDENCE, 2 * (K - 1))
+    token_M[rows] = scratch_tokens(step, each, changed_draft, of).int()
+    assert changed_draft is not None or torch.equal(token_M, each.plan.token_M)
     hidden_MD, _ = step._forward(replace(each.plan, token_M=token_M))
-    first = int(each.plan.row_SE[seat, drafts_of(each, seat)[0].position])
+    first = scored_by(drafts_of(each, seat)[0].position, step.shift)
+    first = int(each.plan.row_SE[seat, first])
     canvas = each.plan.row_SE[seat, : each.capacity]
     at_N = entries_of(step, seat)
     kv = torch.cat((step.pool.k[:, at_N], step.pool.v[:, at_N]))
@@ -309,21 +495,16 @@ def again(step: Step, each: Pass, changed_draft: int | None = None, *, of: int =
     return hidden_MD[judges].clone(), hidden_MD[canvas[canvas >= 0]].clone(), kv
 
 
-CACHED = {"policy": Tracked(MassSpec(first_layer=1))}
-
-
 @both_forms
-@pytest.mark.parametrize("members", [{}, CACHED], ids=["recompute", "tracked"])
+@with_caches
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_draft_reaches_no_row_up_to_the_one_that_judges_it(
-    name: str, dtype: str, members: dict[str, Any], fixed: bool
-) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_draft_reaches_no_row_up_to_the_one_that_judges_it(name: str, dtype: str, cached: bool, fixed: bool) -> None:
     """Another token in draft k leaves the rows that judge drafts 0..k bit-equal, and the canvas's rows and its cache;
     it reaches every later one."""
-    step, each = full_pass(tiny(name, dtype), fixed=fixed, **members)
+    step, each = full_pass(tiny(name, dtype), fixed=fixed, **caches(name, cached))
     judges, canvas, kv = again(step, each)
-    for k in range(K - 1):
+    for k in range(K):
         after, canvas_after, kv_after = again(step, each, k)
         assert torch.equal(after[: k + 1], judges[: k + 1]), k
         assert (after[k + 1 :] != judges[k + 1 :]).any(-1).all()
@@ -341,6 +522,15 @@ class Leaking(OnePass):
         return table_XJ
 
 
+@pytest.mark.parametrize(("name", "wrong"), [("tiny-llada", Peeking), ("tiny-dream", Peeking), ("tiny-dream", Hasty)])
+def test_a_draft_that_reaches_its_judge_is_noticed(name: str, wrong: type[OnePass]) -> None:
+    """Negative control."""
+    step, each = full_pass(tiny(name), drafter=drafter_for(name, wrong))
+    judges, _, _ = again(step, each)
+    found = [k for k in range(K) if not torch.equal(again(step, each, k)[0][: k + 1], judges[: k + 1])]
+    assert found == ([1, 2, 3] if wrong is Peeking else [4])
+
+
 def test_live_masks_leak_from_the_second_layer_on() -> None:
     """Negative control: a later probe has seen draft k, and the probe that judges it would see that probe."""
     step, each = full_pass(tiny(), drafter=Leaking(K))
@@ -354,8 +544,9 @@ def test_live_masks_leak_from_the_second_layer_on() -> None:
 
 
 @both_forms
-def test_no_draft_reaches_another_request(fixed: bool) -> None:
-    step, each = full_pass(tiny(), fixed=fixed, seats=3)
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_no_draft_reaches_another_request(name: str, fixed: bool) -> None:
+    step, each = full_pass(tiny(name), fixed=fixed, seats=3)
     for of, seat in ((0, 1), (1, 2), (2, 0)):
         judges = again(step, each, seat=seat)[0]
         for k in range(K - 1):
@@ -370,21 +561,32 @@ def sequential_conditionals(model: Transformer, each: Pass) -> Tensor:
     rows = []
     for draft, view in zip(drafts, views(tokens, drafts)):
         context = DenseContext(torch.arange(len(view)), rope=model.rope)
-        rows.append(model(torch.tensor([view]), context)[0, draft.position])
+        rows.append(model(torch.tensor([view]), context)[0, scored_by(draft.position, model.config.logit_shift)])
     return torch.stack(rows)
 
 
-def test_on_one_layer_a_probe_is_the_sequential_conditional() -> None:
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_on_one_layer_a_probe_is_the_sequential_conditional(name: str) -> None:
     """Where K/V depend on nothing but token and position, a probe says what one token a pass would."""
-    step, each = full_pass(one_layer())
-    torch.testing.assert_close(again(step, each)[0], sequential_conditionals(one_layer(), each), atol=1e-10, rtol=0)
+    step, each = full_pass(one_layer(name))
+    wanted_KD = sequential_conditionals(one_layer(name), each)
+    torch.testing.assert_close(again(step, each)[0], wanted_KD, atol=1e-10, rtol=0)
 
 
-def test_on_three_layers_a_probe_is_not_quite_the_sequential_conditional() -> None:
+@pytest.mark.parametrize("wrong", [Stale, Hasty, Peeking, Doubled])
+def test_on_one_layer_another_row_is_another_conditional(wrong: type[OnePass]) -> None:
+    """Negative control, where logits are shifted."""
+    step, each = full_pass(one_layer("tiny-dream"), drafter=drafter_for("tiny-dream", wrong))
+    difference_K = (again(step, each)[0] - sequential_conditionals(one_layer("tiny-dream"), each)).abs().amax(1)
+    assert (difference_K > 1e-6).any()
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_on_three_layers_a_probe_is_not_quite_the_sequential_conditional(name: str) -> None:
     """Negative control: the canvas's K/V of deeper layers were made without the drafts. The first draft's row is the
     canvas's own, where nothing is missing."""
-    step, each = full_pass(tiny())
-    difference_K = (again(step, each)[0] - sequential_conditionals(tiny(), each)).abs().amax(1)
+    step, each = full_pass(tiny(name))
+    difference_K = (again(step, each)[0] - sequential_conditionals(tiny(name), each)).abs().amax(1)
     assert difference_K[0] < 1e-10
     assert (difference_K[1:] > 1e-6).all()
 
@@ -395,17 +597,17 @@ FRONTIERS: dict[str, type[Frontier]] = {"window": Window, "blocks": Blocks, "who
 
 
 @both_forms
-@pytest.mark.parametrize("members", [{}, CACHED], ids=["recompute", "tracked"])
+@with_caches
 @pytest.mark.parametrize("frontier", FRONTIERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_gamma_above_one_is_no_verification(name: str, frontier: str, members: dict[str, Any], fixed: bool) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gamma_above_one_is_no_verification(name: str, frontier: str, cached: bool, fixed: bool) -> None:
     """The rows beside a pass change nothing in it: same tokens, same passes, same pass of every commit."""
     cases = [
         windowed(request(prompt, 16, 8, eos=eos), gamma=2.0, refresh=10, track=5, product=prompt == 7)
         for prompt in (1, 7, 20)
-        for eos in ((), COMMON_TOKENS)
+        for eos in ((), DREAM_TOKENS if name == "tiny-dream" else COMMON_TOKENS)
     ]
-    members = members | {"frontier": FRONTIERS[frontier](), "fixed": fixed}
+    members = caches(name, cached) | {"frontier": FRONTIERS[frontier](), "fixed": fixed}
     plain = run(make_step(tiny(name), cases, **members), cases)
     step = one_pass_step(tiny(name), cases, **members)
     told = trace(step)
@@ -413,11 +615,22 @@ def test_gamma_above_one_is_no_verification(name: str, frontier: str, members: d
     assert not any(column(each, "num_accepted").any() for each in told)
 
 
-def test_a_small_gamma_accepts_drafts_and_saves_passes() -> None:
+def test_rows_that_take_mass_are_noticed() -> None:
+    """Negative control: decided positions that nobody sweeps are not tracked."""
+    cases = [windowed(request(20, 16, 8), gamma=2.0, refresh=10, track=5)]
+    members = caches("tiny-dream", True) | {"frontier": Window()}
+    plain = run(make_step(tiny("tiny-dream"), cases, **members), cases)
+    for drafter, equal in ((OnePass, True), (Shadowing, False)):
+        step = one_pass_step(tiny("tiny-dream"), cases, **members, drafter=drafter_for("tiny-dream", drafter))
+        assert (run(step, cases) == plain) == equal
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_a_small_gamma_accepts_drafts_and_saves_passes(name: str) -> None:
     """Control of the equality above."""
     each = windowed(request(7, 24, 24), gamma=0.2)
-    slow = alone(tiny(), each, frontier=Window())
-    step = one_pass_step(tiny(), [each])
+    slow = alone(tiny(name), each, frontier=Window())
+    step = one_pass_step(tiny(name), [each])
     told = trace(step)
     assert sum(int(column(readback, "num_accepted")) for readback in told) > 5
     assert len(told) < slow.num_passes - 3
@@ -425,16 +638,17 @@ def test_a_small_gamma_accepts_drafts_and_saves_passes() -> None:
 
 
 @both_forms
-def test_one_draft_adds_no_row(fixed: bool) -> None:
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_one_draft_adds_no_row(name: str, fixed: bool) -> None:
     """It is judged by the canvas's own row. Two more rows for each further draft."""
     each = windowed(request(7, 24, 24), gamma=0.2)
     for num_drafts, asked in ((1, 8), (K, 1)):
-        step = one_pass_step(tiny(), [changed_to(each, search=asked)], num_drafts, fixed=fixed)
+        step = one_pass_step(tiny(name), [changed_to(each, search=asked)], num_drafts, fixed=fixed)
         passes, told = watch(step), trace(step)
         assert all(int(one.plan.num_rows_S[0]) == int(one.end_S[0]) for one in passes)
         assert sum(int(column(readback, "num_accepted")) for readback in told) > 2
     assert OnePass(1).num_scratch == 0
-    for one in watched_run(tiny(), [each], frontier=Window(), drafter=OnePass(K), fixed=fixed):
+    for one in watched_run(tiny(name), [each], frontier=Window(), drafter=drafter_for(name), fixed=fixed):
         more = 2 * max(len(drafts_of(one, 0)) - 1, 0)
         assert int(one.plan.num_rows_S[0]) == int(one.end_S[0]) + more
 
@@ -443,41 +657,48 @@ def test_the_number_of_drafts_has_bounds() -> None:
     for wrong in (0, MAX_DRAFTS + 1):
         with pytest.raises(ConfigError, match=f"{wrong} drafts cannot be verified in one pass; use 1 to 22"):
             OnePass(wrong)
-    scratch = OnePass(MAX_DRAFTS).scratch(one_pass_step(tiny(), CASES[:1], MAX_DRAFTS).canvas)
-    assert scratch is not None
-    assert scratch.live_SJ.shape[1] == 64
+    assert MAX_ONE_PASS_SEARCH == MAX_DRAFTS
+    for name in ("tiny-llada", "tiny-dream"):
+        step = one_pass_step(tiny(name), CASES[:1], MAX_DRAFTS)
+        scratch = step.drafter.scratch(step.canvas)
+        assert scratch is not None
+        assert scratch.live_SJ.shape[1] == 64
 
 
 # --- alone and in company, in both forms, and standing still
 
 
-@pytest.mark.parametrize("members", [{}, CACHED], ids=["recompute", "tracked"])
-@pytest.mark.parametrize("name", MODELS)
-def test_alone_in_a_batch_and_in_both_forms(name: str, members: dict[str, Any]) -> None:
+@with_caches
+@pytest.mark.parametrize("name", NETWORKS)
+def test_alone_in_a_batch_and_in_both_forms(name: str, cached: bool) -> None:
     cases = [changed_to(each, refresh=12, track=4, interval=seat % 3 * 3) for seat, each in enumerate(CASES)]
     warm = {"threshold": 0.6, "temperature": 0.7}
     cases += [windowed(request(6, 16, 16, seed, rule={**warm, "seed": seed}), refresh=12, track=4) for seed in range(3)]
-    members = {"frontier": Window(), **members}
-    results = [alone(tiny(name), each, drafter=OnePass(K), fixed=False, **members) for each in cases]
+    members = {"frontier": Window(), **caches(name, cached)}
+    results = [alone(tiny(name), each, drafter=drafter_for(name), fixed=False, **members) for each in cases]
     for fixed in (False, True):
         assert run(one_pass_step(tiny(name), cases, fixed=fixed, **members), cases) == results
+    crossed = drafter_for(name, Crossed)  # negative control
+    assert run(one_pass_step(tiny(name), cases, **members | {"drafter": crossed}), cases) != results
 
 
 SATURATED, UNSATURATED = {"refresh": 200, "track": 200}, {"refresh": 2, "track": 1}
 
 
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 @pytest.mark.parametrize(("budgets", "equal"), [(SATURATED, True), (UNSATURATED, False)])
-def test_a_cache_that_keeps_nothing_is_none(budgets: dict[str, int], equal: bool) -> None:
+def test_a_cache_that_keeps_nothing_is_none(budgets: dict[str, int], equal: bool, name: str) -> None:
     """Tracked rows that are the whole canvas, beside verification: the same tokens in the same passes; and the control,
     a cache that keeps nearly all."""
     cases = [changed_to(each, **budgets) for each in CASES]
-    plain = run(one_pass_step(tiny(), cases), cases)
-    assert (run(one_pass_step(tiny(), cases, **CACHED), cases) == plain) == equal
+    plain = run(one_pass_step(tiny(name), cases), cases)
+    assert (run(one_pass_step(tiny(name), cases, **caches(name, True)), cases) == plain) == equal
 
 
 @both_forms
-def test_a_seat_that_stands_still_keeps_its_drafts(fixed: bool) -> None:
-    step = one_pass_step(tiny(), CASES[:3], fixed=fixed)
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_a_seat_that_stands_still_keeps_its_drafts(name: str, fixed: bool) -> None:
+    step = one_pass_step(tiny(name), CASES[:3], fixed=fixed)
     passes = watch(step)
     with torch.inference_mode():
         step()
@@ -492,9 +713,10 @@ def test_a_seat_that_stands_still_keeps_its_drafts(fixed: bool) -> None:
     assert not passes[-1].plan.num_rows_S[1]
 
 
-def test_drafts_are_open_and_before_the_end() -> None:
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_drafts_are_open_and_before_the_end(name: str) -> None:
     """After every pass; also when an end of text was committed in it."""
-    step, ended = one_pass_step(tiny(), CASES), 0
+    step, ended = one_pass_step(tiny(name), CASES), 0
     canvas = step.canvas
     with torch.inference_mode():
         while canvas.active_S.any():
@@ -509,14 +731,18 @@ def test_drafts_are_open_and_before_the_end() -> None:
     assert ended > 2
 
 
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("policy", [Recompute, Tracked])
 def test_compiled_parts_are_whole_graphs_and_change_nothing(
-    policy: type[CachePolicy], monkeypatch: pytest.MonkeyPatch
+    policy: type[CachePolicy], shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The benchmark's scenario: requests end, others take their seats, nothing of the step waits for the device."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    kind = Kind("one-pass", Window, policy, OnePass)
-    found = check_replay(kind, random_model(2, 64, 256, torch.float32, "cpu"), 14, capture=False, compiled=True)
+    cache = functools.partial(Tracked, shift=shift) if policy is Tracked else policy
+    kind = Kind("one-pass", Window, cache, functools.partial(OnePass, shift=shift))
+    model = random_model(2, 64, 256, torch.float32, "cpu")
+    model.config = replace(model.config, logit_shift=shift)
+    found = check_replay(kind, model, 14, capture=False, compiled=True)
     assert found["equal"], found["differences"]
     assert found["drafts_accepted"] > 0
     torch._dynamo.reset()
@@ -545,8 +771,14 @@ def test_what_it_cannot_verify_is_refused() -> None:
         METHODS["one-pass"].complete(SamplingParams(search=9), {}, {"max_tokens": 8})
     with pytest.raises(ConfigError, match="does not read isolation"):
         METHODS["one-pass"].complete(SamplingParams(isolation="strict"), {}, {"max_tokens": 8})
-    with pytest.raises(ConfigError, match="'one-pass' verifies each position by its own row"):
-        LLM(model=tiny("tiny-dream"), method="one-pass", tokenizer=None)
+    shifted = tiny("tiny-dream").config
+    drafter = LLM(model=tiny("tiny-dream"), method="one-pass-cache", tokenizer=None).engine.axes.drafter
+    assert isinstance(drafter, OnePass)
+    assert drafter.shift == 1
+    own = replace(METHODS["one-pass"], drafter=OnePass(4), sampling={})
+    check_weights(own, tiny().config, allow=False)
+    with pytest.raises(ConfigError, match=r"'OnePass' is for logits that are shifted by 0.*make it with shift=1"):
+        check_weights(own, shifted, allow=False)
     for axes in ({"options": {"max_search": 23}}, {"frontier": "pipeline"}, {"sampling": {"search": 9}}):
         with pytest.raises(ConfigError, match="method 'one-pass'"):
             replace(METHODS["one-pass"], **axes)

@@ -7,9 +7,13 @@ canvas, candidates are the leftmost undecided positions, and the rule is the thr
 View i is the canvas with drafts 1..i-1 in place and MASK at every other undecided position. In one pass run
 
 - base rows: the canvas; they see the canvas;
-- evidence j = 1..K-1: draft j at its place; sees the canvas but the places of drafts 1..j, and evidence 1..j;
-- probes i = 2..K: MASK at the place of draft i; see the canvas but the places of drafts 1..i, evidence 1..i-1, and
-  themselves. Probe 1 is the base row at the place of draft 1.
+- evidence j = 1..K-1: draft j at its place; sees drafts 1..j as evidence, and of the rest the canvas;
+- probes i = 2..K: the row of view i that scores draft i, with the token that view i has there: a MASK at the place of
+  draft i, or, where logits are shifted by one, whatever is at the place before it. They see drafts 1..i-1 as evidence,
+  and of the rest the canvas. Probe 1 is the base row that scores draft 1.
+
+Evidence and probes at the place of a draft see themselves there, and nothing else. A probe at another place sees the
+canvas's entry, as it does everywhere: the token is the same.
 
 Where the description leaves a choice, this is what happens here:
 
@@ -23,7 +27,7 @@ Where the description leaves a choice, this is what happens here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -85,24 +89,31 @@ class OnePassRun:
         return sum(step.num_rows for step in self.steps)
 
 
-def scratch_rows(drafts: Sequence[Draft], end: int, mask_id: int) -> list[Row]:
-    """Evidence 1..K-1, then probes 2..K."""
+def scored_by(position: int, shift: int) -> int:
+    """Where the row is that scores a position; nothing is before the first one."""
+    return max(position - shift, 0)
+
+
+def scratch_rows(tokens: Sequence[int], drafts: Sequence[Draft], shift: int = 0) -> list[Row]:
+    """Evidence 1..K-1, then probes 2..K, over the canvas `tokens`."""
     places = [draft.position for draft in drafts]
 
-    def canvas_but(count: int) -> list[Entry]:
-        return [("canvas", position) for position in range(end) if position not in places[:count]]
-
-    def evidence(count: int) -> list[Entry]:
-        return [("evidence", position) for position in places[:count]]
+    def seen(own: Entry, count: int) -> Iterator[Entry]:
+        for position in range(len(tokens)):
+            if position == own[1] and position in places:
+                yield own
+            else:
+                yield ("evidence" if position in places[:count] else "canvas", position)
 
     rows = []
-    for j in range(1, len(drafts)):
-        draft = drafts[j - 1]
-        rows.append(Row(draft.token, draft.position, ("evidence", draft.position), (*canvas_but(j), *evidence(j))))
-    for i in range(2, len(drafts) + 1):
-        place = places[i - 1]
-        own: Entry = ("probe", place)
-        rows.append(Row(mask_id, place, own, (*canvas_but(i), *evidence(i - 1), own)))
+    for j, draft in enumerate(drafts[:-1], 1):
+        entry: Entry = ("evidence", draft.position)
+        rows.append(Row(draft.token, draft.position, entry, tuple(seen(entry, j))))
+    for i, (draft, view) in enumerate(zip(drafts, views(tokens, drafts))):
+        if i > 0:
+            place = scored_by(draft.position, shift)
+            entry = (f"probe {i}", place)
+            rows.append(Row(view[place], place, entry, tuple(seen(entry, i))))
     return rows
 
 
@@ -128,9 +139,8 @@ class Decoder:
         settings: OnePassSettings,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        assert model.config.logit_shift == 0, "position p is scored from its own row here"
         self.model, self.settings, self.eos_ids = model, settings, frozenset(eos_ids)
-        self.mask_id = model.config.mask_token_id
+        self.mask_id, self.shift = model.config.mask_token_id, model.config.logit_shift
         self.end = len(prompt) + max_tokens
         self.tokens = [*prompt, *[self.mask_id] * max_tokens]
         self.undecided = set(range(len(prompt), self.end))
@@ -147,7 +157,9 @@ class Decoder:
         s, drafts = self.settings, self.drafts
         window = sorted(self.undecided)[: s.decode_window]
         logits = self._forward()
-        base = {position: predict(logits[position], position, self.mask_id) for position in window}
+        base = {
+            position: predict(logits[scored_by(position, self.shift)], position, self.mask_id) for position in window
+        }
         step = Step(drafts, len(logits))
         probes = [base[drafts[0].position]] if drafts else []
         for number in range(1, len(drafts)):
@@ -169,7 +181,7 @@ class Decoder:
 
     def _forward(self) -> list[Tensor]:
         rows = draft_rows(self.tokens, range(self.end), self.end)
-        rows += scratch_rows(self.drafts, self.end, self.mask_id)
+        rows += scratch_rows(self.tokens[: self.end], self.drafts, self.shift)
         return forward(self.model, empty_memory(self.model), rows)[0]
 
     def _rule(self, step: Step, scored: list[Prediction]) -> None:

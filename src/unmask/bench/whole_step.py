@@ -357,7 +357,7 @@ def run(
     if quantization is not None:
         quantize_(model, quantization)
         results.note(quantization=quantization)
-    # Where scores are shifted no method verifies, and a block's first position is scored in its refresh alone.
+    # Where scores are shifted no second pass verifies, and a block's first position is scored in its refresh alone.
     wanted = [
         cell
         for cell in cells(seats, capacity, answer, compiled=compiled, parts=parts)

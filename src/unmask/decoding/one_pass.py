@@ -1,11 +1,12 @@
 """One-pass verification: every pass checks the drafts of the pass before it, beside its own work.
 
 S seats, N positions, W columns of the rule, Z drafts and as many views, V = Z - 1 views that need rows of their own,
-X = 2V scratch columns, J live columns
+X = 2V scratch columns, J = Z + X live columns
 
 View i is the canvas with the first i - 1 drafts in place and MASK at every other undecided position. The canvas itself
-is view 1, so its row at the first draft's position judges that draft. Every later view has two scratch rows: the
-evidence, which is the draft before it, and the probe, a MASK that judges the view's own draft.
+is view 1, so its row that scores the first draft's position judges that draft. Every later view has two scratch rows:
+the evidence, which is the draft before it, and the probe, which judges the view's own draft: its row at that draft's
+position, a MASK, or where logits are shifted the one before it, whatever the view has there.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ class OnePass(Drafter):
     """Drafts are the most probable candidates that a pass leaves undecided; the next pass verifies them.
 
     No row reads a draft that it judges, not even through another row: canvas rows see canvas entries only; evidence j
-    sees the canvas without the first j drafts' places, and evidence 1..j; probe i sees the canvas without the first i
-    places, evidence 1..i-1, and itself. Accepted is the longest run of drafts that their views predict, each with at
-    least gamma or all of them with a product of at least gamma. Then the rule decides from the canvas rows; it rescues
-    nobody where a draft was accepted. Expects rows that see the whole canvas.
+    sees evidence 1..j, probe i evidence 1..i-1, both at the places of these drafts, and the canvas everywhere else; but
+    a row that stands at a draft's place sees itself there and nothing else. Accepted is the longest run of drafts that
+    their views predict, each with at least gamma or all of them with a product of at least gamma. Then the rule decides
+    from the canvas rows; it rescues nobody where a draft was accepted. Expects rows that see the whole canvas.
 
-    A request has at most ``search`` drafts; with one, no row is added.
+    A request has at most ``search`` drafts; with one, no row is added. ``shift`` is the network's logit shift.
     """
 
     parts = ("judge",)
 
-    def __init__(self, num_drafts: int = 8) -> None:
+    def __init__(self, num_drafts: int = 8, *, shift: int = 0) -> None:
         if not 1 <= num_drafts <= MAX_DRAFTS:
             raise ConfigError(f"{num_drafts} drafts cannot be verified in one pass; use 1 to {MAX_DRAFTS}")
-        self.num_pending = num_drafts
+        self.num_pending, self.shift = num_drafts, shift
         self.num_scratch = 2 * (num_drafts - 1)
 
     # --- before the forward
@@ -70,17 +71,19 @@ class OnePass(Drafter):
         if not self.num_scratch:
             return None
         there_SZ, pos_SZ = self._pending(canvas)
-        token_SV, has_view_SV = canvas.pending_token_SZ[:, :-1], there_SZ[:, 1:]
+        evidence_SV, has_view_SV = canvas.pending_token_SZ[:, :-1], there_SZ[:, 1:]
+        probe_pos_SV, probe_SV = self._probes(canvas, pos_SZ)
+        pos_SX = torch.cat((pos_SZ[:, :-1], probe_pos_SV), 1)
         column_X = canvas.capacity + torch.arange(self.num_scratch, device=pos_SZ.device)
         valid_SX = torch.cat((has_view_SV, has_view_SV), 1)
-        valid_SJ = torch.cat((there_SZ, valid_SX), 1)
+        sees_SXJ = self._table(pos_SZ.device) & torch.cat((there_SZ, valid_SX), 1)[:, None, :]
         return Scratch(
-            token_SX=torch.cat((token_SV, torch.full_like(token_SV, canvas.mask_token_id)), 1),
-            pos_SX=torch.cat((pos_SZ[:, :-1], pos_SZ[:, 1:]), 1),
+            token_SX=torch.cat((evidence_SV, probe_SV), 1),
+            pos_SX=pos_SX,
             valid_SX=valid_SX,
             live_SJ=torch.cat((pos_SZ, column_X.expand(len(pos_SZ), -1)), 1),
             canvas_bits_SJ=torch.cat((there_SZ, torch.zeros_like(valid_SX)), 1),
-            bits_SXJ=self._table(pos_SZ.device) & valid_SJ[:, None, :],
+            bits_SXJ=self._standing(there_SZ, pos_SZ, pos_SX, sees_SXJ) if self.shift else sees_SXJ,
             shadow_SN=spread(there_SZ, pos_SZ, there_SZ, canvas.capacity),
         )
 
@@ -89,13 +92,33 @@ class OnePass(Drafter):
         there_SZ = (canvas.pending_pos_SZ >= 0) & canvas.active_S[:, None]
         return there_SZ, canvas.pending_pos_SZ.clamp(min=0)
 
+    def _probes(self, canvas: Canvas, pos_SZ: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and tokens [S, V] of the rows that score the later drafts, each as its own view has it."""
+        pos_SV = pos_SZ[:, 1:]
+        if not self.shift:
+            return pos_SV, torch.full_like(pos_SV, canvas.mask_token_id)
+        pos_SV = (pos_SV - self.shift).clamp(min=0)
+        placed_SVV = (pos_SV[:, :, None] == pos_SZ[:, None, :-1]).tril()  # an earlier draft stands there
+        draft_SV = torch.where(placed_SVV, canvas.pending_token_SZ[:, None, :-1], 0).sum(2)
+        return pos_SV, torch.where(placed_SVV.any(2), draft_SV, canvas.token_SN.gather(1, pos_SV))
+
+    def _standing(self, there_SZ: Tensor, pos_SZ: Tensor, pos_SX: Tensor, sees_SXJ: Tensor) -> Tensor:
+        """The same for rows that stand anywhere. At a draft's place they see themselves; elsewhere the canvas, which
+        has the same token: were a decided position live, it would lose its tracking mass, which is the sweep's."""
+        here_SXJ = pos_SX[:, :, None] == torch.cat((pos_SZ, pos_SX), 1)[:, None, :]
+        stands_SX1 = (here_SXJ[:, :, : self.num_pending] & there_SZ[:, None, :]).any(2, keepdim=True)
+        itself_XX = torch.eye(self.num_scratch, dtype=torch.bool, device=pos_SX.device)
+        itself_XJ = torch.nn.functional.pad(itself_XX, (self.num_pending, 0))
+        return torch.where(here_SXJ, itself_XJ & stands_SX1, sees_SXJ)
+
     def _table(self, device: torch.device) -> Tensor:
         """Who sees which live entry: rows [evidence | probes], columns [canvas at the drafts' places | the rows]."""
         place_Z = torch.arange(self.num_pending, device=device)
         row_V1, column_V = place_Z[:-1, None], place_Z[:-1]
         before_VV, self_VV = column_V <= row_V1, column_V == row_V1
+        own = 0 if self.shift else 1  # a probe stands at its draft's place, or sees a MASK there
         evidence = torch.cat((place_Z > row_V1, before_VV, torch.zeros_like(self_VV)), 1)
-        probes = torch.cat((place_Z > row_V1 + 1, before_VV, self_VV), 1)
+        probes = torch.cat((place_Z > row_V1 + own, before_VV, self_VV), 1)
         return torch.cat((evidence, probes))
 
     # --- after it

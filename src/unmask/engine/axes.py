@@ -193,5 +193,5 @@ def _drafter(method: Method, config: ModelConfig) -> Drafter:
         sizes = method.option("num_drafts"), method.option("block_width")
         return Nested(*sizes, ahead=method.kinds[1] == "prefix", shift=config.logit_shift)
     if method.drafter == "one-pass":
-        return OnePass(method.option("max_search"))
+        return OnePass(method.option("max_search"), shift=config.logit_shift)
     return TwoPass(num_rows=method.option("verify_rows"), num_search=method.option("max_search"))
