@@ -375,3 +375,14 @@ def test_caches_beside_none(docs: Any, bench: Bench) -> None:
     assert "flash-cache" not in table
     lines = docs.TABLES["methods-compared-curves"]("short").splitlines()
     assert [line for line in lines if f"; none: +0.0 ({share:.0%}, " in line and "1: +0.0 (100%, 1.00)" in line]
+
+
+def test_what_drafts_gain(docs: Any, bench: Bench) -> None:
+    rules = [Cell(method="flash-cache", sampling={"threshold": value}) for value in (0.99, 0.5)]
+    measured(docs, bench, [*rules, FEW[4]])
+    rows = {row["cell"]: row for row in docs.results.single("methods_short")["rows"]}
+    gain = rows[FEW[4].name]["gains"]["tokens_per_step"]
+    lines = docs.TABLES["methods-gained"]("short").splitlines()
+    told = "-" if gain is None else f"{gain:+.1%}"
+    assert [line for line in lines if line.startswith("| `flash-verify` | threshold 0.9 |") and f"| {told} |" in line]
+    assert not [line for line in lines if line.startswith("| `flash-cache`")]
