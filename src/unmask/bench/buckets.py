@@ -17,8 +17,7 @@ from unmask.config import SamplingParams
 from unmask.engine.axes import Axes
 from unmask.engine.llm import LLM
 from unmask.engine.memory import bytes_for
-from unmask.engine.outputs import CompletionOutput
-from unmask.eval.continuous import Asked, Way, alone, engine, network, together
+from unmask.eval.continuous import Asked, Way, alone, engine, facts, network, together
 from unmask.methods import METHODS
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -90,13 +89,13 @@ def fill(method: str, network_name: str, way: Way, buckets: tuple[int, ...] = BU
     replays, asked = _counted(llm), requests(method)
     eager = Way(way.device, way.dtype, head_dim=way.head_dim)
     solo = engine(method, network_name, 2, eager, enable_prefix_caching=False, kernels="reference")
-    wanted = [_told(alone(solo, each)) for each in asked[: max(buckets)]]
+    wanted = [facts(alone(solo, each)) for each in asked[: max(buckets)]]
     for bucket in buckets:
         replays.clear()
         found = dict(together(llm, [asked[number % NUM_REQUESTS] for number in range(bucket)]))
         out.num_replays[bucket] = replays[bucket]
         out.different[bucket] = [
-            number for number, each in found.items() if each is None or _told(each) != wanted[number % NUM_REQUESTS]
+            number for number, each in found.items() if each is None or facts(each) != wanted[number % NUM_REQUESTS]
         ]
     return out
 
@@ -113,9 +112,3 @@ def _counted(llm: LLM) -> Counter[int]:
 
     fixed.get = counted  # type: ignore[method-assign,assignment]
     return counts
-
-
-def _told(out: CompletionOutput) -> tuple[Any, ...]:
-    """Tokens, and the pass that committed each; not the last bits of probabilities."""
-    events = [(each.position, each.token_id, each.num_pass) for each in out.trajectory or ()]
-    return out.token_ids, out.finish_reason, out.num_forward_passes, events

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unmask.core.canvas import Canvas
+from unmask.core.canvas import Canvas, put
 from unmask.core.rows import Scratch, spread
 from unmask.core.scores import Scores
 from unmask.decoding.frontier import FrontierView
@@ -338,7 +338,7 @@ class Nested(Drafter):
             (canvas.pending_token_SZ, scores.token_SN),
         ):
             next_SZ = torch.where(there_SZ, value_SB.gather(1, best_SZ), -1)
-            pending_SZ.copy_(torch.where(active_S1, next_SZ, pending_SZ))
+            put(pending_SZ, active_S1, next_SZ)
 
 
 @dataclass(frozen=True)

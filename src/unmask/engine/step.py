@@ -314,7 +314,7 @@ class Step:
         keeps_S1 = (row_S1 >= 0) & open_SN.any(1, keepdim=True)
         kept_SD = torch.where(keeps_S1, out_MD[row_S1[:, 0].clamp(min=0)], saved_SD)
         saved_SD.copy_(kept_SD)
-        canvas.saved_pos_S.copy_(torch.where(keeps_S1, source_S1, canvas.saved_pos_S[:, None])[:, 0])
+        put(canvas.saved_pos_S, keeps_S1[:, 0], source_S1[:, 0])
         return out_MD
 
     def _score(self, work: Work, rows_MD: Tensor) -> Scores:

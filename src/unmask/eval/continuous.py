@@ -289,7 +289,7 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
     different = [
         number
         for number, out in outcomes.items()
-        if out is not None and _facts(out) != _facts(alone(solo, requests[number]))
+        if out is not None and facts(out) != facts(alone(solo, requests[number]))
     ]
     kept = llm.engine.prefixes.num_pages if llm.engine.prefixes is not None else 0
     return Outcome(
@@ -327,7 +327,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _facts(out: CompletionOutput) -> tuple[Any, ...]:
+def facts(out: CompletionOutput) -> tuple[Any, ...]:
     """All that may not depend on company. Rows may: a prompt whose K/V are there already does not run again. So may the
     last bits of a probability."""
     plain = dataclasses.asdict(out)

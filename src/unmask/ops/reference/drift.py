@@ -58,10 +58,8 @@ def furthest(
     """
     key_M = torch.where(optional_M, torch.where(drift_M.isnan(), torch.inf, drift_M), -torch.inf)
     order_M = key_M.argsort(descending=True, stable=True)
-    order_M = order_M[seat_M[order_M].argsort(stable=True)]
-    place_M = (
-        torch.arange(len(seat_M), device=seat_M.device) - first_S[seat_M]
-    )  # sorted by seat, seats stay as they were
+    order_M = order_M[seat_M[order_M].argsort(stable=True)]  # sorted inside each seat: which rows are whose stays
+    place_M = torch.arange(len(seat_M), device=seat_M.device) - first_S[seat_M]
     out_M = torch.zeros_like(optional_M)
     out_M[order_M] = place_M < count_S[seat_M]
     out_M &= optional_M
