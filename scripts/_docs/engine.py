@@ -92,10 +92,12 @@ def captured() -> str:
             *(sum(load[name] for load in loads) for name in ("num_requests", "num_cancelled", "num_passes")),
             sum(len(load["different"]) for load in loads),
             sum(load["lost_pages"] for load in loads),
+            sum(load["num_host_waits"] for load in loads) if all("num_host_waits" in each for each in loads) else "-",
         ]
         for (way,), loads in grouped(result["loads"], "way").items()
     ]
     head = ["crowd", "methods and networks", "requests", "cancelled", "steps", "other answers", "pages lost"]
+    head.append("waits of the host for a seat")
     parts = [markdown(head, rows), *([_buckets(result["buckets"])] if result.get("buckets") else [])]
     return "\n\n".join([*parts, f"{made_with(result)} {_code(result)}"])
 

@@ -229,6 +229,23 @@ def test_a_cut_run_goes_on(bench: Bench, tmp_path: Path) -> None:
     assert again.data["left_out"] == []
 
 
+def test_workers_find_the_same_rows(bench: Bench, tmp_path: Path) -> None:
+    """In two processes, in whatever order; refusals come back too."""
+    both = [Results(name, "cpu", tmp_path) for name in ("methods_one", "methods_two")]
+    for results, workers in zip(both, (1, 2)):
+        run(results, bench, FEW, workers=workers, tell=quiet)
+    one, two = ([{**row, "seconds": 0} for row in results.rows] for results in both)
+    assert one == two
+    assert both[0].data["right"] == both[1].data["right"]
+    assert len(one) == len(FEW)
+
+
+def test_workers_begin_nothing_when_time_is_over(bench: Bench, tmp_path: Path) -> None:
+    run(results := Results("methods_short", "cpu", tmp_path), bench, FEW, workers=2, seconds=0, tell=quiet)
+    assert results.rows == []
+    assert results.data["left_out"] == [cell.name for cell in FEW]
+
+
 def test_other_problems_are_another_run(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "methods_short.json"
     run(Results("methods_short", "cpu", tmp_path), bench, FEW[:1], tell=quiet)

@@ -340,7 +340,7 @@ def test_low_seats_first_and_again_after_release() -> None:
     assert (answers[1].seat, answers[1].twin) == (-1, -1)
     assert queue.admit() == [answers[4]]
     assert answers[4].seat == 1
-    assert queue.running == [answers[0], answers[3], answers[4]]
+    assert [*queue.running] == [answers[0], answers[3], answers[4]]
 
 
 def test_a_guided_answer_sits_twice_or_not_at_all() -> None:

@@ -11,12 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unmask.bench.results import Results
+from unmask.bench.workers import side_by_side
 from unmask.cache.pool import PAGE_SIZE, bytes_per_page
 from unmask.config import FALLBACK, SamplingParams
 from unmask.engine.llm import LLM
@@ -359,6 +361,8 @@ class Bench:
         dtype: str = DTYPE,
     ) -> None:
         count = -(-(problems or setting.num_problems) // setting.per_request)
+        self.another = partial(Bench, setting, device, problems=problems, seats=seats, dtype=dtype)
+        """Makes one that asks the same."""
         self.setting, self.device, self.dtype = setting, torch.device(device), dtype
         self.seats = seats or (setting.seats if self.device.type == "cuda" else 16)
         self.problems = held_out(count, seed=SEED, per_request=setting.per_request)
@@ -473,31 +477,56 @@ def run(
     every: Sequence[Cell],
     *,
     seconds: float = 600,
+    workers: int = 1,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Cell by cell. A run that was cut goes on where it stopped; what is left out is named from the start."""
+    """Cell by cell, ``workers`` of them at a time in processes of their own, which share a GPU. A run that was cut goes
+    on where it stopped; what is left out is named from the start."""
     ends = time.monotonic() + seconds
     resume(results, bench.facts())
     done = {row["cell"] for row in results.rows}
     waiting = [cell for cell in every if cell.name not in done]
+    order = {cell.name: number for number, cell in enumerate(every)}
     left_out: list[str] = [cell.name for cell in waiting]
     results.data |= {**bench.facts(), "num_cells": len(every), "left_out": left_out}
     conclude(results)
-    for cell in waiting:
-        if time.monotonic() > ends:
-            break
-        try:
-            row, right = bench.measure(cell)
-        except torch.OutOfMemoryError as failure:
-            left_out[left_out.index(cell.name)] += f": {str(failure)[:200]}"
+    for cell, found in _ask(bench, waiting, workers, lambda: time.monotonic() <= ends):
+        if isinstance(found, str):
+            left_out[left_out.index(cell.name)] += f": {found}"
             continue
-        except ConfigError as refusal:
-            row, right = {**bench.about(cell), "refused": str(refusal)}, []
+        row, right = found
         left_out.remove(cell.name)
         results.rows.append(row)
+        results.rows.sort(key=lambda each: order.get(each["cell"], len(order)))
         results.data["right"][cell.name] = "".join(map(str, right))
         conclude(results)
         tell(f"{cell.name}: {outcome(row)}")
+
+
+Found = tuple[dict[str, Any], list[int]] | str
+"""A row, and the right answers of every request; or why there is no row."""
+
+
+def _ask(
+    bench: Bench, waiting: Sequence[Cell], workers: int, may_begin: Callable[[], bool]
+) -> Iterator[tuple[Cell, Found]]:
+    if workers > 1:
+        yield from side_by_side(bench.another, (), attempt, waiting, workers=workers, may_begin=may_begin)
+        return
+    for cell in waiting:
+        if not may_begin():
+            return
+        yield cell, attempt(bench, cell)
+
+
+def attempt(bench: Bench, cell: Cell) -> Found:
+    """A refusal is a row, too."""
+    try:
+        return bench.measure(cell)
+    except torch.OutOfMemoryError as failure:
+        return str(failure)[:200]
+    except ConfigError as refusal:
+        return {**bench.about(cell), "refused": str(refusal)}, []
 
 
 def outcome(row: Mapping[str, Any]) -> str:

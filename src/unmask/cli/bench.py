@@ -136,8 +136,9 @@ def step(
     from unmask.bench import whole_step
 
     EngineConfig(quantization=quantization)
-    results = _results("step_times", device, out, shape, quantization, None if kernels == "auto" else kernels)
-    on_gpu = device.startswith("cuda")
+    compiled = compiled and device.startswith("cuda")
+    variant = (quantization, None if kernels == "auto" else kernels, "compiled" if compiled else None)
+    results = _results("step_times", device, out, shape, *variant)
     whole_step.run(
         results,
         device,
@@ -146,7 +147,7 @@ def step(
         prompt=prompt,
         answer=answer,
         per_pass=tokens_per_pass,
-        compiled=compiled and on_gpu,
+        compiled=compiled,
         kernels=kernels,
         quantization=quantization,
         seconds=seconds,
@@ -240,6 +241,9 @@ def methods(
         typer.Option("--seats", min=1, max=MAX_SEATS, help="Requests at a time; 256 or 64 on a GPU, 16 elsewhere."),
     ] = None,
     dtype: DtypeOption = "float32",
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, max=64, help="Processes that ask at a time; they share the GPU.")
+    ] = 1,
     name: Annotated[str, typer.Option("--name", help="Of the result files; methods_SETTING when left out.")] = "",
     seconds: Seconds = 600,
     device: DeviceOption = "auto",
@@ -259,7 +263,7 @@ def methods(
         cells = bench.chosen(cells, names, asked.config, asked.setting.max_tokens)
     if only:
         cells = bench.only(cells, only, asked.config, asked.setting.max_tokens)
-    bench.run(results, asked, cells, seconds=seconds, tell=_teller(as_json))
+    bench.run(results, asked, cells, seconds=seconds, workers=workers, tell=_teller(as_json))
     _end(results, as_json)
 
 

@@ -157,34 +157,34 @@ class Canvas:
         block = torch.zeros(self.capacity, dtype=torch.int16)
         block[:length] = block_N
         final = given.clone()
-        final[length:] = True  # past the extent there is nothing to decide
+        final[length:].fill_(True)  # past the extent there is nothing to decide
         if leader >= 0:
-            token[:prompt] = self.mask_token_id
+            token[:prompt].fill_(self.mask_token_id)
         send(self.token_SN[seat], token)
         send(self.final_SN[seat], final)
         send(self.commit_pass_SN[seat], torch.where(given, GIVEN, UNDECIDED).to(torch.int16))
         send(self.block_SN[seat], block)
-        self.commit_prob_SN[seat] = 0
+        self.commit_prob_SN[seat].zero_()
         for state, value in (
             (self.prompt_S, prompt),
             (self.end_S, length),
             (self.leader_S, leader),
             (self.active_S, True),
+            (self.pending_pos_SZ, -1),
+            (self.saved_pos_S, -1),
+            (self.block_state_SK, CLOSED),
         ):
-            state[seat] = value
+            state[seat].fill_(value)
         for state in (self.pass_S, self.num_forward_S, self.sched_S, self.carry_S, self.rows_S):
-            state[seat] = 0
+            state[seat].zero_()
         torch.arange(self.capacity, out=self.mass_SN[seat])
-        self.pending_pos_SZ[seat] = -1
-        self.saved_pos_S[seat] = -1
-        self.block_state_SK[seat] = CLOSED
-        self.block_state_SK[seat, :1] = TO_SEAL  # the prompt is decided; one pass and its rows are left alone
+        self.block_state_SK[seat, :1].fill_(TO_SEAL)  # the prompt is decided; one pass and its rows are left alone
 
     def release(self, seat: int) -> None:
         """Free a seat."""
-        self.active_S[seat] = False
-        self.end_S[seat] = 0
-        self.leader_S[seat] = -1
+        self.active_S[seat].fill_(False)
+        self.end_S[seat].zero_()
+        self.leader_S[seat].fill_(-1)
 
     def grown(self, num_seats: int, capacity: int, num_blocks: int) -> Canvas:
         """A larger canvas with the same seats in the same places."""

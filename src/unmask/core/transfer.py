@@ -1,4 +1,7 @@
-"""From the host to the device, without a wait."""
+"""From the host to the device, without a wait.
+
+A number goes there by ``fill_``: ``tensor[i] = number`` makes it a tensor of the host first, and waits for its copy.
+"""
 
 from __future__ import annotations
 

@@ -345,9 +345,9 @@ class DecodeParams:
         """Give a seat its parameters; ``twin`` is the place of its guidance twin."""
         for names, rows_KS in self._kinds:
             send(rows_KS[:, seat], torch.tensor([getattr(p, name) for name in names], dtype=rows_KS.dtype))
-        self.capped_S[seat] = bool(p.quota)
-        self.seed_S[seat] = p.seed
-        self.twin_S[seat] = twin
+        self.capped_S[seat].fill_(bool(p.quota))
+        self.seed_S[seat].fill_(p.seed)
+        self.twin_S[seat].fill_(twin)
         self._write_row("quota_ST", seat, p.quota, 0)
         self._write_row("fill_ST", seat, p.fill, 0)
         self._write_row("eos_SE", seat, p.eos, -1)
@@ -368,7 +368,7 @@ class DecodeParams:
 
     def release(self, seat: int) -> None:
         """Switch everything off for a free seat."""
-        self.twin_S[seat] = -1
+        self.twin_S[seat].fill_(-1)
         self._write_row("eos_SE", seat, (), -1)
         self._need(seat, Needs())
 

@@ -318,10 +318,10 @@ class Engine:
 
     def _use_prefix(self, seat: int, prompt: int, prefix: Prefix) -> None:
         """The prompt's block is sealed from the start, and the row that scores the first position is known."""
-        self.canvas.block_state_SK[seat, 0] = SEALED
+        self.canvas.block_state_SK[seat, 0].fill_(SEALED)
         if prefix.hidden_D is not None:
             self.step_program.saved_SD[seat] = prefix.hidden_D
-            self.canvas.saved_pos_S[seat] = prompt - 1
+            self.canvas.saved_pos_S[seat].fill_(prompt - 1)
 
     def _keep_prefix(self, answer: Answer) -> None:
         """After an answer's first pass its prompt's K/V are final."""

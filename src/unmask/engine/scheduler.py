@@ -84,7 +84,8 @@ class Scheduler:
         self.max_seats, self.max_rows = max_seats, max_rows
         self.budget = RowBudget(max_rows, max_deficit=max_refresh)
         self.waiting: deque[Answer] = deque()
-        self.running: list[Answer] = []
+        self.running: dict[Answer, int] = {}
+        """Who is seated, in order of arrival, and the most rows of an ordinary pass of each."""
         self._rows_of, self._reserve = rows_of, reserve
         self._free = list(range(max_seats - 1, -1, -1))
 
@@ -107,7 +108,7 @@ class Scheduler:
         admitted = []
         while self.waiting and self._fits(self.waiting[0]) and self._seat(self.waiting[0]):
             answer = self.waiting.popleft()
-            self.running.append(answer)
+            self.running[answer] = self._rows_of(answer)
             admitted.append(answer)
         return admitted
 
@@ -132,7 +133,7 @@ class Scheduler:
             self.waiting.remove(answer)
         seats = []
         if answer in self.running:
-            self.running.remove(answer)
+            del self.running[answer]
             seats = self._vacate(answer)
         if not self.running and not self.waiting:
             self.budget.deficit = 0  # as after a pass in which nobody waits: the next one to come starts afresh
@@ -141,7 +142,7 @@ class Scheduler:
     def _fits(self, answer: Answer) -> bool:
         if len(self._free) < answer.num_seats:
             return False
-        return not self.running or sum(map(self._rows_of, [*self.running, answer])) <= self.max_rows
+        return not self.running or sum(self.running.values()) + self._rows_of(answer) <= self.max_rows
 
     def _seat(self, answer: Answer) -> bool:
         """Give an answer its seats and memory, or neither."""

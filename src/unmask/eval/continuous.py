@@ -12,7 +12,9 @@ import ast
 import dataclasses
 import hashlib
 import random
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,8 @@ class Outcome:
     """Requests whose answer is not the one they get alone."""
     lost_pages: int
     """Pages that nobody gave back."""
+    num_host_waits: int
+    """Times that the host waited for a GPU while it gave somebody a seat: then nothing is queued behind a pass."""
 
 
 def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats: int = 8, way: Way = PLAIN) -> Outcome:
@@ -267,7 +271,7 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
         max_num_batched_tokens=NUM_ROWS + (seats - 2) * _rows_ahead(method, network_name, way),
         kv_cache_memory_bytes=_pool_bytes(method, network_name, seats, way),
     )
-    counts = {"waits": 0, "most": 0}
+    counts = {"waits": 0, "most": 0, "host": 0}
     who_waits = llm.engine._who_waits
 
     def counted(look: Any) -> list[Answer]:
@@ -278,7 +282,9 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
     seat = llm.engine._seat
 
     def seated(answer: Answer) -> None:
-        seat(answer)
+        with host_waits() as waited:
+            seat(answer)
+        counts["host"] += len(waited)
         counts["most"] = max(counts["most"], sum(len(each.seats) for each in llm.engine.scheduler.running))
 
     llm.engine._who_waits, llm.engine._seat = counted, seated  # type: ignore[method-assign]
@@ -302,7 +308,25 @@ def compare(method: str, network_name: str, count: int, *, seed: int = 0, seats:
         most_seats=counts["most"],
         different=different,
         lost_pages=llm.engine.pool.num_used - kept,
+        num_host_waits=counts["host"],
     )
+
+
+@contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """What made the host wait for the GPU inside, as far as torch notices; nothing without a GPU."""
+    waited: list[str] = []
+    if not torch.cuda.is_available():
+        yield waited
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waited
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waited += [text for each in told if "called a synchronizing" in (text := str(each.message))]
 
 
 WATCHED = ("cache", "core", "decoding", "engine")

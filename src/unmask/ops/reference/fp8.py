@@ -82,8 +82,10 @@ def quantize_rows(x_MD: Tensor) -> tuple[Tensor, Tensor]:
     most_M = wide_MD.abs().amax(-1) if x_MD.shape[-1] else wide_MD.new_zeros(len(x_MD))
     most_M = most_M.clamp(min=SMALLEST)
     # 448 times the rounded inverse of the scale is at most 448.0001, which still rounds to 448: nothing overflows.
-    value_MD = (wide_MD * (LARGEST / most_M)[:, None]).to(torch.float8_e4m3fn)
-    return value_MD, most_M / LARGEST
+    # Tensor by tensor: torch rounds a number over a tensor twice, and on a GPU multiplies by a number's inverse.
+    largest_M = torch.full_like(most_M, LARGEST)
+    value_MD = (wide_MD * (largest_M / most_M)[:, None]).to(torch.float8_e4m3fn)
+    return value_MD, most_M / largest_M
 
 
 def linear_fp8(x: Tensor | Fp8Rows, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:

@@ -214,7 +214,7 @@ def _kept(tempered_cV: Tensor, s: Sampling) -> Tensor:
     top_k_cV = (rank_1V < s.top_k_C[:, None]) | (s.top_k_C <= 0)[:, None]
     likely_cV = sorted_cV >= s.min_p_C[:, None] * sorted_cV[:, :1]
     kept_cV = nucleus_cV & top_k_cV & likely_cV
-    kept_cV[:, 0] = True
+    kept_cV[:, 0].fill_(True)
     return torch.empty_like(kept_cV).scatter_(1, order_cV, kept_cV)
 
 

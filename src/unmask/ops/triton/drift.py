@@ -149,7 +149,9 @@ def _unit(x_R: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     largest = tl.max(tl.abs(x_R))
     x_R = x_R / tl.maximum(largest, TINY)
     square = tl.sum(x_R * x_R)  # NaN if a number is, which the largest is not
-    return x_R / tl.maximum(tl.sqrt(square), TINY), square == 0
+    # Rounded by itself: any other division may be fused with the difference that follows, of one side only, and then
+    # equal vectors are 1e-15 apart, no tie any more.
+    return tl.div_rn(x_R, tl.zeros_like(x_R) + tl.maximum(tl.sqrt(square), TINY)), square == 0
 
 
 @triton.jit(do_not_specialize=["num_rows"])
