@@ -155,8 +155,10 @@ def test_what_a_cell_is_compared_with_is_asked_before_it(method: str, config: Mo
 
 def test_some_cells_and_what_they_are_compared_with(config: ModelConfig) -> None:
     every = cells(SHORT, curves=True)
-    found = {cell.name for cell in only(every, ["flash-cache threshold=0.95"], config, 128)}
-    assert found >= {"flash-cache threshold=0.95", "window threshold=0.95 decode_window=16"}
+    found = {cell.name for cell in only(every, ["flash-cache threshold=0.9"], config, 128)}
+    assert found == {"flash-cache threshold=0.9", "window threshold=0.9 decode_window=16"}, "a whole name is one cell"
+    found = {cell.name for cell in only(every, ["flash-cache threshold=0"], config, 128)}
+    assert found > {"flash-cache threshold=0.9", "flash-cache threshold=0.95", "window threshold=0.9 decode_window=16"}
     assert {cell.method for cell in every if cell.name in found} == {"flash-cache", "window"}
     with pytest.raises(ConfigError, match="threshold=7"):
         only(every, ["threshold=0.9", "threshold=7"], config, 128)

@@ -305,15 +305,18 @@ def cells(setting: Setting, *, curves: bool = False) -> list[Cell]:
 
 
 def only(every: Sequence[Cell], words: Sequence[str], config: ModelConfig, max_tokens: int) -> list[Cell]:
-    """The cells with one of these words in their name, and those that they are compared with.
+    """The cells with one of these words in their name, and those that they are compared with. A whole name means that
+    cell alone.
 
     Raises:
         ConfigError: a word that is in no name.
     """
+    names = {cell.name for cell in every}
     for word in words:
         if not any(word in cell.name for cell in every):
             raise ConfigError(f"no cell has {word!r} in its name; names are such as {every[-1].name!r}")
-    return _with_yardsticks(every, [c for c in every if any(word in c.name for word in words)], config, max_tokens)
+    mine = [c for c in every if any(word == c.name if word in names else word in c.name for word in words)]
+    return _with_yardsticks(every, mine, config, max_tokens)
 
 
 def chosen(every: Sequence[Cell], methods: Sequence[str], config: ModelConfig, max_tokens: int) -> list[Cell]:

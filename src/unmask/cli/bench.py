@@ -231,7 +231,7 @@ def methods(
     ] = None,
     method: MethodsOption = None,
     only: Annotated[
-        Words, typer.Option("--only", help="Cells with this in their name, such as threshold=0.95. May be repeated.")
+        Words, typer.Option("--only", help="Cells with this in their name, such as threshold=0.95, or a whole name.")
     ] = None,
     curves: Annotated[
         bool, typer.Option("--curves", help="Also over thresholds, gammas, ratios, ranks and intervals.")
