@@ -110,7 +110,7 @@ _PROTOCOL: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "drafter": (
         "unmask.decoding.drafter.Drafter",
-        ("scratch", "settle", "num_scratch", "num_second", "num_pending", "parts"),
+        ("scratch", "settle", "num_scratch", "num_second", "num_pending", "parts", "static", "shift"),
     ),
 }
 """The base class of each axis, and what the engine asks of a member."""

@@ -364,15 +364,9 @@ def test_fixed_shapes_grow_with_the_tokens_of_a_pass(watch: Watch) -> None:
     assert isinstance(policy, Drift)
 
     def captured(step: Step) -> Callable[[], None]:
-        room = policy._most_new
-        rooms.append(policy.most_chosen(1, 48))
-
-        def replay() -> None:
-            now, policy._most_new = policy._most_new, room
-            step()
-            policy._most_new = now
-
-        return replay
+        assert step.budgets is not None
+        rooms.append(policy.most_chosen(1, 48, step.budgets.num_scored))
+        return step
 
     llm.engine.fixed = FixedSteps(llm.engine.step_program, capture=captured)
     answers(llm, small)

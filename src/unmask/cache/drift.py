@@ -39,8 +39,6 @@ SCORED = ("answer", "all")
 FIRST_LAYER = ("needed", "all", "chosen")
 """Which rows the first layer computes in a partial pass: those from which another layer chooses; those of the prompt
 too, which changes nothing; or what it chooses like any other layer."""
-_STEP = 16
-"""The most new rows of a pass is rounded up to a multiple, as the engine does with the candidates of a fixed shape."""
 
 
 class Intervals(Limits, Protocol):
@@ -100,7 +98,6 @@ class Drift(CachePolicy):
         self.keep_chosen_only, self.force_new = keep_chosen_only, force_new
         self.reuse, self.scored, self.first_layer = reuse, scored, first_layer
         self._check()
-        self._most_new: int | None = None
         self._sent: tuple[Sequence[float], Tensor] | None = None
 
     def counts(self, length_S: Tensor) -> Tensor:
@@ -152,10 +149,10 @@ class Drift(CachePolicy):
         the prompt was renewed (as in SPA-Cache, but for what its code does with Dream)."""
         return bool(self.shift) and (not self.together or self.scored == "all")
 
-    def most_chosen(self, index: int, per_seat: int) -> int:
-        """Most rows of a seat that a layer chooses in a pass of so many rows of each seat."""
+    def most_chosen(self, index: int, per_seat: int, most_new: int) -> int:
+        """Most rows of a seat that a layer chooses in a pass of so many rows of each, up to ``most_new`` of them new."""
         ratio = self.ratios[index]
-        new = 0 if not self.force_new or ratio == 0 else per_seat if self._most_new is None else self._most_new
+        new = most_new if self.force_new and ratio else 0
         return min(max(1, int(per_seat * ratio)) + new, per_seat)
 
     def planes(self, config: ModelConfig, dtype: torch.dtype) -> dict[str, PlaneSpec]:
@@ -213,13 +210,18 @@ class Drift(CachePolicy):
         return canvas.visible_SN() & run_SN
 
     def most_rows(self, prompt: int, answer: int, reach: int, limits: SeatLimits) -> int:  # noqa: ARG002
-        # A pass decides candidates only, `reach` at most. Known of all that run before a step of fixed shape is made,
-        # and such a step is made anew for more of them than it had.
-        self._most_new = max(self._most_new or 0, -(-reach // _STEP) * _STEP)
         whole = self.scored == "all" or self.first_layer == "all"
         return prompt + answer if whole else min(answer + self.shift, prompt + answer)
 
-    def gate(self, canvas: Canvas, limits: Limits, plan: RowPlan, context: PagedContext, pool: PagePool) -> DriftGate:
+    def gate(
+        self,
+        canvas: Canvas,
+        limits: Limits,
+        plan: RowPlan,
+        context: PagedContext,
+        pool: PagePool,
+        most_new: int | None,
+    ) -> DriftGate:
         """How this pass goes through the layers."""
         if self.identifier == "proxy" and self.proxies is None:
             raise ConfigError("identifier 'proxy' needs proxies, and there are none; make them with `cache.proxy`")
@@ -231,7 +233,7 @@ class Drift(CachePolicy):
             new_M = at_rows(canvas.new_SN()[canvas.leader_or_self_S()], plan)
         first_S = canvas.prompt_S if self.scored == "answer" else torch.where(kinds.prompt_S, canvas.prompt_S, 0)
         count_LS = self.counts((canvas.end_S - first_S).clamp(min=0))
-        return DriftGate(self, plan, context, pool, must_M, optional_M, new_M, count_LS)
+        return DriftGate(self, plan, context, pool, must_M, optional_M, new_M, count_LS, most_new)
 
 
 class DriftGate:
@@ -247,10 +249,13 @@ class DriftGate:
         optional_M: Tensor,
         new_M: Tensor | None,
         count_LS: Tensor,
+        most_new: int | None,
     ) -> None:
-        """``must`` and ``optional`` bool [M] share no row, and padding is neither. ``new``: chosen if it may be."""
+        """``must`` and ``optional`` bool [M] share no row, and padding is neither. ``new``: chosen if it may be, up to
+        ``most_new`` of a seat in a plan of fixed shape."""
         self.policy, self.plan, self.context, self.pool = policy, plan, context, pool
         self.must_M, self.optional_M, self.new_M, self.count_LS = must_M, optional_M, new_M, count_LS
+        self.most_new = most_new
         ends_S = plan.num_rows_S if plan.per_seat is None else torch.full_like(plan.num_rows_S, plan.per_seat)
         self.first_S = torch.nn.functional.pad(ends_S.cumsum(0), (1, 0))
         """int64 [S + 1]: rows of each seat, padding included, from one to the next."""
@@ -297,7 +302,8 @@ class DriftGate:
         per_seat = self.plan.per_seat
         if per_seat is None:
             return self.context.part(chosen_M.nonzero()[:, 0])
-        return self.context.packed_part(chosen_M, self.policy.most_chosen(layer.index, per_seat))
+        most_new = per_seat if self.most_new is None else self.most_new
+        return self.context.packed_part(chosen_M, self.policy.most_chosen(layer.index, per_seat, most_new))
 
     def _choose(self, layer: Layer, normed_MD: Tensor) -> Tensor:
         """bool [M]"""

@@ -85,7 +85,15 @@ class Elastic(CachePolicy):
             "tracked": PlaneSpec((), torch.bool),
         }
 
-    def gate(self, canvas: Canvas, limits: Limits, plan: RowPlan, context: PagedContext, pool: PagePool) -> ElasticGate:
+    def gate(
+        self,
+        canvas: Canvas,
+        limits: Limits,
+        plan: RowPlan,
+        context: PagedContext,
+        pool: PagePool,
+        most_new: int | None,  # noqa: ARG002
+    ) -> ElasticGate:
         """How this pass goes through the layers."""
         assert context.counts_M is not None, "whose attention counts is not known"
         assert plan.per_seat is None, "rows that grow inside the pass have no fixed shape"

@@ -89,8 +89,12 @@ class CachePolicy:
         plan: RowPlan,  # noqa: ARG002
         context: PagedContext,  # noqa: ARG002
         pool: PagePool,  # noqa: ARG002
+        most_new: int | None,  # noqa: ARG002
     ) -> LayerGate | None:
-        """What runs the layers of the next pass, where rows are chosen inside it."""
+        """What runs the layers of the next pass, where rows are chosen inside it.
+
+        ``most_new``: in a pass of fixed shape, the most positions of a seat that the last pass can have decided.
+        """
         return None
 
 

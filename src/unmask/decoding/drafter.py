@@ -74,6 +74,8 @@ class Drafter:
     """Methods without a forward inside: what a compiled step fuses."""
     static = True
     """Its passes have a fixed shape and can be captured; without, every pass is ragged."""
+    shift = 0
+    """Logit shift of the networks that its scratch rows are laid out for."""
 
     def scratch(self, canvas: Canvas) -> Scratch | None:  # noqa: ARG002
         """Rows that go beside the canvas rows of a pass."""

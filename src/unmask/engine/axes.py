@@ -44,7 +44,7 @@ class Axes:
     @property
     def static(self) -> bool:
         """Whether ordinary passes have a fixed shape and can be captured; without, every pass is ragged."""
-        return self.policy.static and getattr(self.drafter, "static", True)
+        return self.policy.static and self.drafter.static
 
     @classmethod
     def of(cls, method: Method, config: ModelConfig, model: Any = None, checkpoint: Path | None = None) -> Axes:

@@ -156,7 +156,7 @@ class Step:
     def _check_sizes(self) -> None:
         """A drafter must suit the network, and its static shapes must fit the step's."""
         drafter = self.drafter
-        if drafter.num_scratch and self.shift != getattr(drafter, "shift", 0):
+        if drafter.num_scratch and self.shift != drafter.shift:
             raise ConfigError(
                 f"{type(drafter).__name__} scores a position from its own row, and this network from row "
                 f"p - {self.shift}; run it without a drafter"
@@ -293,7 +293,8 @@ class Step:
             mass = self.policy.mass if counts_M is not None else None
             context = PagedContext(plan, self.pool, self.model.rope, self.canvas.capacity, mass=mass, counts_M=counts_M)
             if counts_M is not None:
-                context.gate = self.policy.gate(self.canvas, self.params, plan, context, self.pool)
+                most_new = None if self.budgets is None else self.budgets.num_scored
+                context.gate = self.policy.gate(self.canvas, self.params, plan, context, self.pool, most_new)
             return self.model(plan.token_M, context), context
 
     def _with_saved(self, work: Work, hidden_MD: Tensor) -> Tensor:
