@@ -312,14 +312,14 @@ def test_a_crowd_is_everybody_alone(network: str, policy: str, fixed: bool, monk
     assert out.num_waits > 0 or policy == "prefix", "the budget is for views of the longest answer"
 
 
-def test_the_list_of_a_pass_fits_the_kernels() -> None:
+def test_the_list_of_a_pass_is_one_step_of_the_kernels() -> None:
     """The row of the table, whatever is changed in it. Over the prefix cache lists are longer and passes ragged."""
-    from unmask.ops.triton.attend import MAX_LIVE
+    from unmask.ops.triton.attend import LIVE_STEP
 
     for num_drafts, width in ((3, 16), (1, 32), (7, 8)):
         nested = load("tiny-llada", freedave(num_drafts, width)).engine.axes.drafter
         assert isinstance(nested, Nested)
-        assert nested.num_scratch + nested.block_width == MAX_LIVE
+        assert nested.num_scratch + nested.block_width == LIVE_STEP
     axes = load("tiny-llada", freedave(7, 32, "prefix")).engine.axes
     assert (axes.drafter.num_scratch, axes.static) == (7 * 32, False)
 

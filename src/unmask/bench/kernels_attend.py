@@ -126,7 +126,8 @@ def make_call(
     num_seats, num_pages = len(num_rows), num_positions // PAGE_SIZE
     pages_SP = (1 + torch.randperm(num_seats * num_pages)).view(num_seats, num_pages)
     num_canvas = (1 + num_seats * num_pages) * PAGE_SIZE
-    num_entries = num_canvas + 64 * num_seats
+    num_scratch = max(64, num_live or 0)
+    num_entries = num_canvas + num_scratch * num_seats
     counts_S = torch.tensor(num_rows)
     if per_seat is None:
         seat_M = torch.arange(num_seats).repeat_interleave(counts_S)
@@ -148,7 +149,7 @@ def make_call(
     seen_E = torch.zeros(num_entries, dtype=torch.bool)
     if num_live is not None:
         pos_SJ = torch.stack([torch.randperm(num_positions)[:num_live] for _ in range(num_seats)])
-        scratch_SJ = num_canvas + 64 * torch.arange(num_seats)[:, None] + torch.arange(num_live)
+        scratch_SJ = num_canvas + num_scratch * torch.arange(num_seats)[:, None] + torch.arange(num_live)
         live_SJ = torch.where(torch.rand(num_seats, num_live) < 0.5, entry_SN.gather(1, pos_SJ), scratch_SJ)
         bits_MJ = (torch.rand(len(seat_M), num_live) < 0.5) & real_M[:, None]
         bits_MJ[:, -1] &= num_live == 1  # one that nobody sees
@@ -263,6 +264,7 @@ def checks(
         ("fixed, 1 live", {"num_rows": many, "per_seat": 160, "num_live": 1}, None),
         ("fixed, 23 live", {"num_rows": many, "per_seat": 160, "num_live": 23}, 3),
         ("ragged, 64 live", {"num_rows": odd, "num_live": 64}, None),
+        ("ragged, 201 live", {"num_rows": odd, "num_live": 201}, 2),
         ("GQA, fixed, 9 live", {"num_rows": many, "heads": (28, 4), "per_seat": 129, "num_live": 9}, None),
         ("head size 64, 5 heads, fixed", {"num_rows": many, "head_dim": 64, "heads": (5, 5), "per_seat": 130}, None),
         ("canvas of 4096", {"num_rows": (16, 128, 1), "num_positions": 4096, "per_seat": 128}, None),

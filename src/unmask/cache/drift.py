@@ -150,7 +150,7 @@ class Drift(CachePolicy):
         return bool(self.shift) and (not self.together or self.scored == "all")
 
     def most_chosen(self, index: int, per_seat: int, most_new: int) -> int:
-        """Most rows of a seat that a layer chooses in a pass of so many rows of each, up to ``most_new`` of them new."""
+        """Most rows of a seat that a layer chooses of ``per_seat``, of which ``most_new`` are new at most."""
         ratio = self.ratios[index]
         new = most_new if self.force_new and ratio else 0
         return min(max(1, int(per_seat * ratio)) + new, per_seat)

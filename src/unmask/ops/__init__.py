@@ -152,14 +152,14 @@ def project_and_store(
 def attend(q_M: Tensor, k_E: Tensor, v_E: Tensor, sight: Sight, mass: MassSum | None = None) -> Tensor:
     """See `reference.attend`."""
     fast = kernel("attend", q_M)
-    way: Any = fast if fast and fast.supported(q_M, k_E, v_E, sight) else _attend
+    way: Any = fast if fast and fast.supported(q_M, k_E, v_E) else _attend
     return way.attend(q_M, k_E, v_E, sight, mass)  # type: ignore[no-any-return]
 
 
 def tracking_mass(q_M: Tensor, k_E: Tensor, sight: Sight, counts_M: Tensor, *, softmax: bool = False) -> Tensor:
     """See `reference.attend`."""
     fast = kernel("attend", q_M)
-    way: Any = fast if fast and fast.supported(q_M, k_E, k_E, sight) else _attend
+    way: Any = fast if fast and fast.supported(q_M, k_E, k_E) else _attend
     return way.tracking_mass(q_M, k_E, sight, counts_M, softmax=softmax)  # type: ignore[no-any-return]
 
 

@@ -28,7 +28,8 @@ from unmask.ops.triton import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128)
-MAX_LIVE = 64
+LIVE_STEP = 64
+"""Live entries that are read at a time, at most."""
 LOG2_E = 1.4426950408889634
 MIN_DOT = 16
 """Smallest side of a matrix product."""
@@ -50,16 +51,14 @@ class Tile:
     """Of a thread: 128 lets two programs of 8 warps share a processor."""
 
 
-def supported(q_M: Tensor, k_E: Tensor, v_E: Tensor, sight: Sight) -> bool:
+def supported(q_M: Tensor, k_E: Tensor, v_E: Tensor) -> bool:
     """Whether these kernels take the call, from shapes and types alone. The reference takes every call."""
-    num_live = 0 if sight.live_SJ is None else sight.live_SJ.shape[1]
     wants_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (q_M, k_E, v_E))
     return (
         q_M.dtype == k_E.dtype == v_E.dtype
         and q_M.dtype in DTYPES
         and q_M.shape[2] in HEAD_DIMS
         and q_M.stride(2) == k_E.stride(2) == v_E.stride(2) == 1
-        and num_live <= MAX_LIVE
         and not wants_grad
     )
 
@@ -346,7 +345,7 @@ def _sweep(
         HEAD_DIM=head_dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_J=max(MIN_DOT, triton.next_power_of_2(num_live)),
+        BLOCK_J=max(MIN_DOT, min(LIVE_STEP, triton.next_power_of_2(num_live))),
         NUM_SPLITS=num_splits,
         RAGGED=sight.per_seat is None,
         SHADOWED=sight.shadow_SN is not None,
@@ -710,7 +709,7 @@ def _sweep_kernel(
         )  # fmt: skip
 
     if LIVE:
-        # A loop, though the list fits one step, and behind a question, for the same reason.
+        # A loop, though most lists fit one step, and behind a question, for the same reason.
         listed = num_live * (split == NUM_SPLITS - 1)  # the share that rounding leaves shortest
         if listed > 0:
             for first in range(0, listed, BLOCK_J):
