@@ -5,6 +5,7 @@ The long form is `scripts/soak continuous`; its committed result must be as new 
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +19,7 @@ from unmask.cache.policy import Dual, Limits
 from unmask.cache.pool import PagePool
 from unmask.core.canvas import Canvas
 from unmask.engine.step import Look, Step
-from unmask.eval.continuous import SERVED, WATCHED, Outcome, compare, source_digest
+from unmask.eval.continuous import SERVED, WATCHED, Outcome, _dump, compare, source_digest
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "continuous.json"
 
@@ -90,6 +91,16 @@ def test_the_long_run_is_clean_and_as_new_as_the_code() -> None:
     assert result["source_digest"] == source_digest(), (
         f"code under {', '.join(WATCHED)} changed since the run; run `scripts/soak continuous` and commit its result"
     )
+
+
+def test_a_syntax_tree_in_words_is_the_same_in_every_python() -> None:
+    """Python 3.12 gave functions type parameters; nobody's are empty lists here."""
+    tree = ast.parse("def f(x): return f'{x}!'")
+    words = (
+        "Module(body=[FunctionDef(name='f' args=arguments(args=[arg(arg='x')]) body=[Return(value=JoinedStr(values="
+        "[FormattedValue(value=Name(id='x' ctx=Load()) conversion=-1) Constant(value='!')]))])])"
+    )
+    assert _dump(tree) == words
 
 
 def test_the_digest_notices_code_and_nothing_else(tmp_path: Path) -> None:

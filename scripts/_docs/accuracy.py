@@ -12,7 +12,8 @@ MISSING = "nan% (nan)"
 
 
 def thresholds(name: str) -> str:
-    """Thresholds by blocks, as `scripts/accuracy --table` prints it; a cell that is not measured yet is a dash."""
+    """Thresholds by blocks, as `scripts/accuracy --table` prints it; a cell that is not measured yet is a dash, and a
+    threshold of which none is has no line."""
     script, rows = load_script("accuracy"), single(name)["rows"]
     have, nan = {(row.get("threshold"), row["block_length"]) for row in rows}, float("nan")
     for value in (*script.THRESHOLDS, None):
@@ -20,7 +21,8 @@ def thresholds(name: str) -> str:
             if (value, block) not in have:
                 rows.append({"threshold": value, "block_length": block, "accuracy": nan, "tokens_per_pass": nan})
     text: str = script.table({"rows": rows})
-    return f"{text.replace(MISSING, '-')}\n\n{problems(rows[0])}"
+    lines = [line for line in text.splitlines() if line.count(MISSING) < len(script.BLOCKS)]
+    return "\n".join(lines).replace(MISSING, "-") + f"\n\n{problems(rows[0])}"
 
 
 def fp8() -> str:

@@ -12,10 +12,11 @@ from unmask import METHODS
 INTROS = {
     "short": "One problem a request",
     "long": "Several problems a request",
+    "paired_one": "Several problems a request, more of them, one token a pass",
     "paired": "Several problems a request, more of them",
     "verify": "One problem a request, more of them",
 }
-OPTIONAL = ("paired", "verify")
+OPTIONAL = ("paired_one", "paired", "verify")
 
 
 # --- words for a cell
@@ -131,7 +132,7 @@ def compared(name: str) -> str:
         **CELL,
         "without a cache": "{other[accuracy]:.1%}",
         "difference, points": lambda row: f"{100 * row['to_no_cache']['difference']:+.2f}",
-        "95%": lambda row: "{:+.2f} to {:+.2f}".format(*(100 * row["to_no_cache"][name] for name in ("low", "high"))),
+        "95%": lambda row: "{:+.3f} to {:+.3f}".format(*(100 * row["to_no_cache"][name] for name in ("low", "high"))),
         "rows": lambda row: f"{_share(row, 'num_rows'):.1%}",
         "passes": lambda row: f"{_share(row, 'num_passes'):.2f}",
     }

@@ -9,6 +9,8 @@ from typing import Any
 from _docs import kernels, method_results, profile_page, results, steps
 from _docs.results import Result, found, single
 
+LEAST_FLOOR_US = 0.1
+
 
 def draw() -> list[str]:
     """Write the pictures whose results and whose library are there; their names."""
@@ -54,9 +56,9 @@ def _step(plot: Any, result: Result, grid: list[Result]) -> str:
 
 
 def _kernels(plot: Any) -> list[str]:
-    """How many floors every operation takes."""
+    """How many floors every operation takes that moves enough for a floor to say something: a launch takes 1.6 us."""
     result = single("kernels")
-    rows = kernels.timed(result)[::-1]
+    rows = [row for row in kernels.timed(result)[::-1] if row["floor_us"] >= LEAST_FLOOR_US]
     figure, axes = plot.subplots(figsize=(8, 0.22 * len(rows) + 1))
     ops = sorted({row["op"] for row in rows})
     colours = [f"C{ops.index(row['op'])}" for row in rows]
@@ -68,11 +70,13 @@ def _kernels(plot: Any) -> list[str]:
 
 
 def _methods(setting: str, plot: Any) -> list[str]:
-    """Every method over thresholds: accuracy over tokens a pass, and over rows a token."""
+    """Every method over thresholds: accuracy over tokens a pass, and over rows a token. Without those that the weights
+    were not made for, which lie far below."""
     result = single(f"methods_{setting}")
     rows = {row["cell"]: row for row in result["rows"]}
     figure, sides = plot.subplots(1, 2, figsize=(12, 5), sharey=True)
     lines = [curve for curve in result["curves"] if curve["over"] == "threshold"]
+    lines = [curve for curve in lines if all(rows[cell]["attention_as_trained"] for cell in curve["cells"])]
     for number, curve in enumerate(lines):
         points = [rows[cell] for cell in curve["cells"]]
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "marker": "o"}
@@ -82,6 +86,10 @@ def _methods(setting: str, plot: Any) -> list[str]:
             axes.plot(*zip(*xy), label=", ".join(filter(None, words)), markersize=3, linewidth=1, **style)
     sides[0].set(xlabel="tokens a pass", ylabel="accuracy, %")
     sides[1].set(xlabel="rows a token", xscale="log")
+    low, high = sides[1].get_xlim()
+    ticks = [tick for tick in (5, 10, 20, 50, 100, 200, 500, 1000) if low <= tick <= high]
+    sides[1].set_xticks(ticks, [str(tick) for tick in ticks])
+    sides[1].set_xticks([], minor=True)
     if lines:
         sides[1].legend(fontsize=6, loc="lower right")
     figure.suptitle(f"{result['num_problems']} problems, over thresholds, {result['environment']['device']}")

@@ -15,13 +15,15 @@ STEP_TIMES = of_each("step_times", ceilings)
 
 
 def times() -> str:
-    """Milliseconds and kernels of one captured step: eager parts, then compiled."""
+    """Milliseconds and kernels of one captured step: eager parts, then compiled, if they were measured."""
     result = single("step")
+    ways = (False, True) if _compiles({"rows": result["times"]}) else (False,)
     rows = []
     for key, pair in grouped(result["times"], "kind", "seats", "needs").items():
-        both = {False: ["-", "-"], True: ["-", "-"]} | {row["compiled"]: _times(row) for row in pair}
-        rows.append([*key, *both[False], *both[True]])
+        both = {way: ["-", "-"] for way in ways} | {row["compiled"]: _times(row) for row in pair}
+        rows.append([*key, *(cell for way in ways for cell in both[way])])
     head = ["step", "seats", "rules in use", "whole", "its rules", "compiled: whole", "its rules"]
+    head = head[: 3 + 2 * len(ways)]
     return f"{markdown(head, rows)}\n\nMilliseconds, kernels in brackets; {made_with(result)}"
 
 
@@ -68,8 +70,14 @@ def grid(result: Result) -> str:
 
 
 def on_grid(result: Result) -> list[Result]:
-    """The eager steps of a number of rows, where they were timed."""
-    return [row for row in result["rows"] if GRID.fullmatch(row["kind"]) and "ms" in row and not row["compiled"]]
+    """The steps of a number of rows, where they were timed; none of a run that compiles some and is listed whole."""
+    if _compiles(result):
+        return []
+    return [row for row in result["rows"] if GRID.fullmatch(row["kind"]) and "ms" in row]
+
+
+def _compiles(result: Result) -> bool:
+    return any(row["compiled"] for row in result["rows"])
 
 
 def picture(result: Result) -> str:
@@ -99,7 +107,8 @@ def _of_floor_in_turn(row: Result, result: Result) -> str:
 @STEP_TIMES
 def kinds(result: Result) -> str:
     """The steps of named methods: milliseconds, floor, rows."""
-    rows = [row for row in result["rows"] if "ms" in row and (row["compiled"] or not GRID.fullmatch(row["kind"]))]
+    whole = _compiles(result)
+    rows = [row for row in result["rows"] if "ms" in row and (whole or not GRID.fullmatch(row["kind"]))]
     columns: Columns = {
         "step": "{kind}",
         "seats": "{seats}",

@@ -321,6 +321,7 @@ def test_what_trying_ahead_gains() -> None:
         return about | {"accuracy": accuracy} | dict.fromkeys(RATES, rate)
 
     plain = [cell("none", 0.98, 4.0, threshold=0.9), cell("none", 0.96, 8.0, threshold=0.5)]
+    plain.append(cell("none", 0.99, 1.0, **ONE))  # no point of the curve
     ahead = {"threshold": 0.9, "gamma": 0.8, "search": 8, "verify_rows": 32, "max_search": 8}
     better = cell("two-pass", 0.97, 9.0, **ahead)
     surer, elsewhere = (

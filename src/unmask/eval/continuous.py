@@ -343,8 +343,19 @@ def source_digest(package: Path | None = None) -> str:
             body = getattr(node, "body", None)
             if isinstance(body, list):  # texts that stand alone are docstrings
                 node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
-        found.update(f"{path.relative_to(root).as_posix()}\n{ast.dump(tree)}\n".encode())
+        found.update(f"{path.relative_to(root).as_posix()}\n{_dump(tree)}\n".encode())
     return found.hexdigest()
+
+
+def _dump(value: Any) -> str:
+    """A syntax tree in words. Those of `ast.dump` change from Python to Python: newer ones know more fields, which are
+    empty."""
+    if isinstance(value, list):
+        return f"[{' '.join(map(_dump, value))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = (f"{name}={_dump(each)}" for name, each in ast.iter_fields(value) if each not in (None, []))
+    return f"{type(value).__name__}({' '.join(fields)})"
 
 
 def _is_text(node: ast.AST) -> bool:
