@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.served import Ask, drive, facts, load
 from oracles import elastic as oracle
@@ -20,7 +22,6 @@ from oracles.golden import tiny_model
 from unmask import LLM, SamplingParams
 from unmask.cache import elastic as module
 from unmask.cache.elastic import Elastic, ElasticGate
-from unmask.cache.pool import PagePool
 from unmask.core.canvas import Canvas
 from unmask.engine.outputs import CompletionOutput
 from unmask.engine.request import Answer
@@ -104,12 +105,15 @@ class Watch:
         if gate is None:
             return
         tracked_LM = gate.pool.planes["tracked"][:, gate.context.write_M]
-        for each in gate.seats:
-            stop = each.first + len(each.all_A)
-            rows = [{row - each.first for row in at.tolist() if each.first <= row < stop} for at in gate.computed]
-            tracked = [set(layer_A.nonzero()[:, 0].tolist()) for layer_A in tracked_LM[:, each.first : stop]]
-            seen = Seen(rows, each.similarity, each.tripped, tracked)
-            self.passes.setdefault(self._seats[each.seat], []).append(seen)
+        first_S = gate.first_S.tolist()
+        for seat, (first, stop) in enumerate(pairwise(first_S)):
+            if first == stop:
+                continue
+            rows = [{row - first for row in at.tolist() if first <= row < stop} for at in gate.computed]
+            tracked = [set(layer_A.nonzero()[:, 0].tolist()) for layer_A in tracked_LM[:, first:stop]]
+            similarity = [None if each.isnan() else float(each) for each in (each[seat] for each in gate.similarity)]
+            tripped = next((layer for layer, each in enumerate(gate.trips) if each[seat]), None)
+            self.passes.setdefault(self._seats[seat], []).append(Seen(rows, similarity, tripped, tracked))
 
 
 def run(cases: Sequence[ElasticCase], arrives: Sequence[int] = (0,), seats: int = 1) -> list[tuple[Any, list[Seen]]]:
@@ -302,6 +306,35 @@ def test_a_pass_of_it_is_never_captured() -> None:
     assert load("tiny-llada", "flash-cache").engine.axes.policy.static
 
 
+class Operations(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_takes_as_many_operations_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats are a dimension and no loop."""
+    case, run_layer = BY_NAME["heads-union"], ElasticGate.run
+    counts: list[int] = []
+
+    def counted(self: ElasticGate, *given: Any) -> Tensor:
+        with Operations() as operations:
+            out_MD = run_layer(self, *given)
+        counts.append(operations.count)
+        return out_MD
+
+    monkeypatch.setattr(ElasticGate, "run", counted)
+    run([case])
+    alone, counts = counts, []
+    run([case] * 5, [0] * 5, seats=5)
+    assert counts == alone
+    assert len(alone) > 10
+
+
 # --- negative controls
 
 
@@ -318,7 +351,7 @@ def noticed(cases: Sequence[ElasticCase], seats: int = 1) -> None:
 
 def test_a_test_against_the_renewed_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = module.similarity
-    monkeypatch.setattr(module, "similarity", lambda before, now, cosine: judge(now, now, cosine))  # noqa: ARG005
+    monkeypatch.setattr(module, "similarity", lambda before, now, *rest: judge(now, now, *rest))  # noqa: ARG005
     noticed([BY_NAME["heads-union"]])
 
 
@@ -331,10 +364,10 @@ def test_inputs_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_queries_that_are_not_renewed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     project = ElasticGate._project
 
-    def stale(self: ElasticGate, layer: Any, normed_MD: Tensor, rows: list[Tensor]) -> None:
+    def stale(self: ElasticGate, layer: Any, normed_MD: Tensor, rows_P: Tensor) -> None:
         plane_E = self.pool.planes["q"][layer.index]
         before_E = plane_E.clone()
-        project(self, layer, normed_MD, rows)
+        project(self, layer, normed_MD, rows_P)
         if self.tracked_LM.any():
             plane_E.copy_(torch.where(self.pool.planes["tracked"][layer.index][:, None, None], before_E, plane_E))
 
@@ -343,22 +376,17 @@ def test_queries_that_are_not_renewed_are_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tracking_what_is_looked_at_least_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = ElasticGate._weights
-
-    def turned(self: ElasticGate, index: int, each: Any, rows_W: Tensor) -> Tensor:
-        out_WHA = weights(self, index, each, rows_W)
-        return -out_WHA if rows_W is each.look_W else out_WHA
-
-    monkeypatch.setattr(ElasticGate, "_weights", turned)
+    mass = ElasticGate._mass_M
+    monkeypatch.setattr(ElasticGate, "_mass_M", lambda self, index: -mass(self, index))
     noticed([BY_NAME["keys-own-gqa"]])
 
 
 def test_a_trip_that_spreads_to_other_seats_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     test = ElasticGate._test
 
-    def spreading(self: ElasticGate, *args: Any) -> list[Any]:
-        tripping = test(self, *args)
-        return list(self.seats) if tripping else []
+    def spreading(self: ElasticGate, *args: Any) -> Tensor:
+        trips_S = test(self, *args)
+        return trips_S.any().expand_as(trips_S)
 
     monkeypatch.setattr(ElasticGate, "_test", spreading)
     noticed(beside(BY_NAME["redo"])[:2], seats=2)
@@ -368,10 +396,10 @@ def test_what_was_just_committed_and_does_not_run_is_noticed(monkeypatch: pytest
     gate = Elastic.gate
     nothing: Callable[[Canvas], Tensor] = lambda canvas: torch.zeros_like(canvas.final_SN)  # noqa: E731
 
-    def forgetful(self: Elastic, canvas: Canvas, limits: Any, plan: Any, context: Any, pool: PagePool) -> ElasticGate:
+    def forgetful(self: Elastic, canvas: Canvas, *rest: Any) -> ElasticGate:
         blind = dataclasses.replace(canvas)
         blind.new_SN = lambda ago=0: nothing(canvas)  # type: ignore[method-assign] # noqa: ARG005
-        return gate(self, blind, limits, plan, context, pool)
+        return gate(self, blind, *rest)
 
     monkeypatch.setattr(Elastic, "gate", forgetful)
     noticed([BY_NAME["heads-union"]])

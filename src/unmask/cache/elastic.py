@@ -6,23 +6,24 @@ the last pass (*tracked*, by layer). Before a layer renews its keys, the attenti
 it is no longer similar afterwards, the layer *trips*, and the layers behind it recompute every position from the input
 that it last had there.
 
-How many rows a layer has is known once the layer before it has run, and the host decides it, by what the test showed:
-such a pass is never captured. The pass's list holds all visible positions from the start; those that a layer does not
-compute cost their place in the list, and a norm.
+How many rows a layer has is known once the layer before it has run: such a pass is never captured. The pass's list
+holds all visible positions from the start; what a layer does not compute costs its place in the list, and a norm.
 
-M rows, S seats, N positions, D hidden size, L layers, E entries; of one seat: A visible positions (all run or may
-run), R rows of a layer that is reused, W rows that look, T tested rows; H query heads, Hkv key heads, hd head size
+M rows, P rows of them, S seats, N positions, D hidden size, L layers, E entries; T tested rows of a seat, s seats that
+are compared together; H query heads, Hkv key heads, hd head size
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from unmask.cache.context import PagedContext
+from unmask import ops
+from unmask.cache.context import PagedContext, Part
 from unmask.cache.policy import CachePolicy, Limits, SeatLimits, rows_a_layer
 from unmask.cache.pool import PagePool, PlaneSpec
 from unmask.core.canvas import Canvas
@@ -31,6 +32,8 @@ from unmask.models.config import ModelConfig
 from unmask.models.transformer import Layer
 
 TINY_NORM = 1e-8  # of the cosine, as usual; it pulls the mean down for keys that hardly anyone looks at
+MOST_WEIGHTS = 1 << 25
+"""Attention weights that are compared at a time: 128 MiB in fp32, of what they were and of what they are."""
 
 
 class Thresholds(Limits, Protocol):
@@ -95,82 +98,79 @@ class Elastic(CachePolicy):
         most_new: int | None,  # noqa: ARG002
     ) -> ElasticGate:
         """How this pass goes through the layers."""
-        assert context.counts_M is not None, "whose attention counts is not known"
         assert plan.per_seat is None, "rows that grow inside the pass have no fixed shape"
-        decided_M, new_M = at_rows(canvas.final_SN, plan), at_rows(canvas.new_SN(), plan)
-        gate = ElasticGate(self, plan, context, pool)
-        num_rows, passes, num_tracked = torch.stack((plan.num_rows_S, canvas.pass_S, limits.track_S)).tolist()
-        thresholds = limits.drift_threshold_S.tolist()  # type: ignore[attr-defined]
-        wanted_M = context.counts_M | (new_M & self.run_new) | gate.tracked_LM.any(0)
-        first = 0
-        for seat, count in enumerate(num_rows):
-            if count:
-                part = slice(first, first + count)
-                gate.seats.append(
-                    SeatPass(
-                        seat=seat,
-                        first=first,
-                        all_A=torch.arange(first, first + count, device=canvas.device),
-                        wanted_R=_places(wanted_M, part),
-                        look_W=_places(context.counts_M, part),
-                        decided_T=_places(decided_M, part),
-                        threshold=thresholds[seat],
-                        num_tracked=num_tracked[seat],
-                        full=passes[seat] == 0,
-                    )
-                )
-            first += count
-        return gate
+        new_M, decided_M = at_rows(canvas.new_SN() & self.run_new, plan), at_rows(canvas.final_SN, plan)
+        return ElasticGate(
+            self,
+            plan,
+            context,
+            pool,
+            new_M=new_M,
+            decided_M=decided_M,
+            full_S=canvas.pass_S == 0,
+            threshold_S=limits.drift_threshold_S,  # type: ignore[attr-defined]
+            num_tracked_S=limits.track_S,
+        )
 
 
-def _places(wanted_M: Tensor, part: slice) -> Tensor:
-    """int64: the wanted rows of one seat."""
-    place_W: Tensor = wanted_M[part].nonzero()[:, 0] + part.start
-    return place_W
+class Memory(NamedTuple):
+    """Queries of the tested rows, and the keys of all positions, as they are in memory at one time."""
+
+    q_STH: Tensor
+    """[S, T, H, hd]"""
+    k_SN: Tensor
+    """[S, N, Hkv, hd]"""
 
 
-@dataclass
-class SeatPass:
-    """One seat's part of a pass; rows are places in the pass's list, which has one for every visible position."""
+class Tested(NamedTuple):
+    """The rows whose attention a layer compares, seat by seat in equally many places."""
 
-    seat: int
-    first: int
-    all_A: Tensor
-    wanted_R: Tensor
-    """Rows of a layer that is reused."""
-    look_W: Tensor
-    """Rows whose attention chooses what is tracked."""
-    decided_T: Tensor
-    """Rows that can be tracked."""
-    threshold: float
-    num_tracked: int
-    full: bool
-    """The layer at hand, and those behind it, compute all rows. A request's first pass begins so."""
-    tripped: int | None = None
-    similarity: list[float | None] = field(default_factory=list)
-    """By layer; None where it was not tested."""
-
-    @property
-    def rows(self) -> Tensor:
-        """What the layer at hand computes."""
-        return self.all_A if self.full else self.wanted_R
+    row_ST: Tensor
+    """int64: any row where a seat has no more."""
+    here_ST: Tensor
+    """bool: no padding."""
 
 
 class ElasticGate:
-    """One pass through the layers."""
+    """One pass through the layers. Rows are places in the pass's list, which has one for every visible position."""
 
-    def __init__(self, policy: Elastic, plan: RowPlan, context: PagedContext, pool: PagePool) -> None:
+    def __init__(
+        self,
+        policy: Elastic,
+        plan: RowPlan,
+        context: PagedContext,
+        pool: PagePool,
+        *,
+        new_M: Tensor,
+        decided_M: Tensor,
+        full_S: Tensor,
+        threshold_S: Tensor,
+        num_tracked_S: Tensor,
+    ) -> None:
+        """``new`` rows run, ``decided`` ones can be tracked. ``full`` seats compute all rows in the layer at hand and
+        behind it: a request's first pass begins so. ``threshold`` float [S]: a layer trips below it."""
+        assert context.counts_M is not None, "whose attention counts is not known"
         self.policy, self.plan, self.context, self.pool = policy, plan, context, pool
-        self.seats: list[SeatPass] = []
+        self.full_S, self.decided_M = full_S, decided_M
+        self.threshold_S, self.num_tracked_S = threshold_S, num_tracked_S
         self.tracked_LM = pool.planes["tracked"][:, context.write_M]
         """As the last pass left it; meaningless in a request's first one, which tests nothing."""
+        self._union_M = self.tracked_LM.any(0)
+        self._wanted_M = context.counts_M | new_M | self._union_M
+        self.first_S = torch.nn.functional.pad(plan.num_rows_S.cumsum(0), (1, 0))
+        """int64 [S + 1]: rows of each seat, from one to the next."""
         self.computed: list[Tensor] = []
         """int64 by layer: the rows that it computed."""
-        self._num_computed = [0] * len(plan.num_rows_S)
+        self.similarity: list[Tensor] = []
+        """float64 [S] by layer; NaN of seats that were not tested."""
+        self.trips: list[Tensor] = []
+        """bool [S] by layer."""
 
     @property
     def num_rows_S(self) -> Tensor:
-        return rows_a_layer(self.plan.num_rows_S.new_tensor(self._num_computed), len(self.pool.k))
+        seat_P = self.plan.seat_M[torch.cat(self.computed)]
+        num_computed_S = torch.zeros_like(self.plan.num_rows_S).index_add_(0, seat_P, torch.ones_like(seat_P))
+        return rows_a_layer(num_computed_S, len(self.pool.k))
 
     @property
     def ran_M(self) -> Tensor:
@@ -184,97 +184,127 @@ class ElasticGate:
         index, context = layer.index, self.context
         x_MD = self._from_memory(index, x_MD)
         normed_MD = layer.attn_norm(x_MD)
-        tested = {each.seat: self._tested(index, each) for each in self.seats if not each.full}
-        before = {each.seat: self._weights(index, each, tested[each.seat]) for each in self.seats if not each.full}
-        self._project(layer, normed_MD, [each.rows for each in self.seats])
-        tripping = self._test(index, tested, before)
-        if self.policy.redo and tripping:
-            self._project(layer, normed_MD, [each.all_A for each in tripping])
-            self._fill(tripping)
-        for each in self.seats:
-            self._track(index, each)
-            self._num_computed[each.seat] += len(each.rows)
-        rows_P = torch.cat([each.rows for each in self.seats])
+        tested = self._tested(index)
+        before = self._memory(index, tested)
+        self._project(layer, normed_MD, self._rows())
+        trips_S = self._test(index, tested, before)
+        if self.policy.redo:
+            self._project(layer, normed_MD, trips_S[self.plan.seat_M].nonzero()[:, 0])
+            self.full_S = self.full_S | trips_S
+        self._track(index)
+        rows_P = self._rows()
         self.computed.append(rows_P)
         part = context.part(rows_P)
         q_P = self.pool.planes["q"][index][part.write_P]
         seen_P = layer.attn.out(context.attend_at(index, q_P, part))
         x_P, normed_P = layer.mlp_norm.add(x_MD[rows_P], seen_P)
-        self._fill(tripping)
+        self.full_S = self.full_S | trips_S
         out_MD: Tensor = x_MD.index_copy(0, rows_P, x_P + layer.mlp(normed_P))
         return out_MD
 
-    @staticmethod
-    def _fill(tripping: list[SeatPass]) -> None:
-        for each in tripping:
-            each.full = True
+    def _rows(self) -> Tensor:
+        """int64: what the layer at hand computes."""
+        rows_P: Tensor = (self._wanted_M | self.full_S[self.plan.seat_M]).nonzero()[:, 0]
+        return rows_P
 
     def _from_memory(self, index: int, x_MD: Tensor) -> Tensor:
         """The layer's input at all visible positions: of this pass where the layer before computed it, else the one
         that the position last had here, which may be old."""
         plane_E, write_M = self.pool.planes["x"][index], self.context.write_M
-        ran_P = self.computed[-1] if self.computed else torch.cat([each.rows for each in self.seats])
+        ran_P = self.computed[-1] if self.computed else self._rows()
         plane_E[write_M[ran_P]] = x_MD[ran_P]
         return plane_E[write_M]
 
-    def _project(self, layer: Layer, normed_MD: Tensor, rows: list[Tensor]) -> None:
-        """Renew q, k and v of these rows, which are in the order of the seats."""
-        part = self.context.part(torch.cat(rows))
+    def _project(self, layer: Layer, normed_MD: Tensor, rows_P: Tensor) -> None:
+        """Renew q, k and v of these rows."""
+        if not len(rows_P):
+            return
+        part = self.context.part(rows_P)
         q_P = self.context.project_at(layer.index, normed_MD, layer.attn, part)
         self.pool.planes["q"][layer.index][part.write_P] = q_P
 
     # --- the test
 
-    def _tested(self, index: int, each: SeatPass) -> Tensor:
-        """int64 [T]: the rows whose attention is compared."""
-        tracked_LM = self.tracked_LM[:, each.first : each.first + len(each.all_A)]
-        own_A = tracked_LM[index] if self.policy.tested == "own" else tracked_LM.any(0)
-        return each.all_A[own_A]
+    def _tested(self, index: int) -> Tested:
+        """Tracked rows of the seats that do not compute everything anyway."""
+        seat_M = self.plan.seat_M
+        tracked_M = self.tracked_LM[index] if self.policy.tested == "own" else self._union_M
+        rows_P = (tracked_M & ~self.full_S[seat_M]).nonzero()[:, 0]
+        seat_P = seat_M[rows_P]
+        num_S = seat_P.bincount(minlength=len(self.full_S))
+        place_P = torch.arange(len(rows_P), device=rows_P.device) - (num_S.cumsum(0) - num_S)[seat_P]
+        row_ST = rows_P.new_zeros(len(num_S), int(num_S.max()))
+        row_ST[seat_P, place_P] = rows_P
+        return Tested(row_ST, torch.arange(row_ST.shape[1], device=rows_P.device) < num_S[:, None])
 
-    def _weights(self, index: int, each: SeatPass, rows_W: Tensor) -> Tensor:
-        """Attention weights [W, H, A] of a seat's rows over all that it sees, of the queries and keys in memory."""
-        write_M, k_E = self.context.write_M, self.pool.k[index]
-        wide = torch.promote_types(k_E.dtype, torch.float32)
-        q_W = self.pool.planes["q"][index][write_M[rows_W]].to(wide)
-        k_A = k_E[write_M[each.all_A]].to(wide)
-        grouped_W = q_W.unflatten(1, (k_A.shape[1], -1))  # neighbouring query heads share a key head
-        score_W = torch.einsum("wkgd,akd->wkga", grouped_W, k_A) * q_W.shape[-1] ** -0.5
-        weight_WHA: Tensor = score_W.softmax(-1).flatten(1, 2)
-        return weight_WHA
+    def _memory(self, index: int, tested: Tested) -> Memory:
+        """What memory holds now, of all seats that hold anything."""
+        q_STH = self.pool.planes["q"][index][self.context.write_M[tested.row_ST]]
+        entry_SN = self.context.sight.entries()[:, : self.plan.num_keys]
+        return Memory(q_STH, self.pool.k[index][entry_SN if tested.row_ST.numel() else entry_SN[:, :0]])
 
-    def _test(self, index: int, tested: dict[int, Tensor], before: dict[int, Tensor]) -> list[SeatPass]:
-        """The seats that trip in this layer. One wait for the device."""
-        testing = [each for each in self.seats if not each.full]
-        found = [
-            similarity(before[each.seat], self._weights(index, each, tested[each.seat]), self.policy.cosine)
-            for each in testing
-        ]
-        values = torch.stack(found).tolist() if found else []
-        for each in self.seats:
-            each.similarity.append(None)
-        for each, value in zip(testing, values, strict=True):
-            each.similarity[-1] = value
-            if value < each.threshold:
-                each.tripped = index
-        return [each for each in testing if each.tripped == index]
+    def _test(self, index: int, tested: Tested, before: Memory) -> Tensor:
+        """bool [S]: the seats that trip in this layer."""
+        now, num_S = self._memory(index, tested), tested.here_ST.sum(1)
+        similarity_S = self.threshold_S.new_zeros(len(num_S), dtype=torch.float64)
+        if tested.row_ST.numel():
+            seen_SN = torch.arange(before.k_SN.shape[1], device=num_S.device) < self.plan.num_rows_S[:, None]
+            for some in self._chunks(before):
+                old, new = (weights(each.q_STH[some], each.k_SN[some], seen_SN[some]) for each in (before, now))
+                similarity_S[some] = similarity(old, new, tested.here_ST[some], seen_SN[some], self.policy.cosine)
+        # One that has nothing to test is like itself.
+        similarity_S = torch.where(num_S > 0, similarity_S, 1.0)
+        similarity_S = similarity_S.masked_fill(self.full_S | (self.plan.num_rows_S == 0), torch.nan)
+        self.similarity.append(similarity_S)
+        self.trips.append(similarity_S < self.threshold_S)
+        return self.trips[-1]
+
+    def _chunks(self, memory: Memory) -> Iterator[slice]:
+        """Seats whose weights stand at the same time."""
+        num_seats, num_tested, num_heads, _ = memory.q_STH.shape
+        count = max(1, MOST_WEIGHTS // (num_tested * num_heads * memory.k_SN.shape[1]))
+        return (slice(first, first + count) for first in range(0, num_seats, count))
 
     # --- what the next pass tracks
 
-    def _track(self, index: int, each: SeatPass) -> None:
+    @cached_property
+    def _looking(self) -> Part:
+        """The rows whose attention chooses what is tracked."""
+        assert self.context.counts_M is not None
+        return self.context.part(self.context.counts_M.nonzero()[:, 0])
+
+    def _mass_M(self, index: int) -> Tensor:
+        """How much the looking rows attend to each row's position."""
+        part, k_E = self._looking, self.pool.k[index]
+        q_P = self.pool.planes["q"][index][part.write_P]
+        all_P = torch.ones(len(q_P), dtype=torch.bool, device=q_P.device)
+        mass_SN = ops.tracking_mass(q_P, k_E, part.sight, all_P, softmax=True)
+        return mass_SN[self.plan.seat_M, self.plan.column_M]
+
+    def _track(self, index: int) -> None:
         """The decided positions that the looking rows attend to most; ties to the leftmost."""
-        mass_A = self._weights(index, each, each.look_W).sum((0, 1))
-        order_T = mass_A[each.decided_T - each.first].argsort(descending=True, stable=True)
-        most_T = each.decided_T[order_T[: each.num_tracked]]
-        tracked_E, write_M = self.pool.planes["tracked"][index], self.context.write_M
-        tracked_E[write_M[each.all_A]] = False
-        tracked_E[write_M[most_T]] = True
+        seats = (self.plan.seat_M, self.first_S, self.num_tracked_S.long())
+        most_M = ops.furthest(self._mass_M(index), self.decided_M, *seats)
+        self.pool.planes["tracked"][index][self.context.write_M] = most_M
 
 
-def similarity(before_THA: Tensor, now_THA: Tensor, cosine: str) -> Tensor:
-    """float64: mean cosine of each row's weights before and now; 1 if there is no row."""
-    if not len(now_THA):
-        return torch.ones((), dtype=torch.float64, device=now_THA.device)
-    along = 1 if cosine == "heads" else 2
-    norms = before_THA.norm(dim=along).clamp(min=TINY_NORM) * now_THA.norm(dim=along).clamp(min=TINY_NORM)
-    mean: Tensor = ((before_THA * now_THA).sum(along) / norms).double().mean()
-    return mean
+def weights(q_sTH: Tensor, k_sN: Tensor, seen_sN: Tensor) -> Tensor:
+    """Attention weights [s, T, H, N], fp32 or wider; 0 where a seat sees nothing."""
+    wide = torch.promote_types(k_sN.dtype, torch.float32)
+    grouped_sT = q_sTH.to(wide).unflatten(2, (k_sN.shape[2], -1))  # neighbouring query heads share a key head
+    score_sT = torch.einsum("stkgd,snkd->stkgn", grouped_sT, k_sN.to(wide)) * q_sTH.shape[-1] ** -0.5
+    score_sT = score_sT.masked_fill(~seen_sN[:, None, None, None], -torch.inf)
+    weight_sTHN: Tensor = score_sT.softmax(-1).flatten(2, 3)
+    return weight_sTHN.masked_fill(~seen_sN[:, None, None], 0.0)  # a seat without rows sees nothing: NaN
+
+
+def similarity(before_sTHN: Tensor, now_sTHN: Tensor, here_sT: Tensor, seen_sN: Tensor, cosine: str) -> Tensor:
+    """float64 [s]: mean cosine of the weights before and now over a seat's rows that are ``here``, and over the keys
+    that it sees if it is between vectors over the "heads", or else over the heads."""
+    along = 2 if cosine == "heads" else 3
+    norms = before_sTHN.norm(dim=along).clamp(min=TINY_NORM) * now_sTHN.norm(dim=along).clamp(min=TINY_NORM)
+    cosine_sT = ((before_sTHN * now_sTHN).sum(along) / norms).double()
+    counted_sT = here_sT[:, :, None] & seen_sN[:, None] if cosine == "heads" else here_sT[:, :, None]
+    counted_sT = counted_sT.expand_as(cosine_sT)
+    mean_s: Tensor = (cosine_sT * counted_sT).sum((1, 2)) / counted_sT.sum((1, 2)).clamp(min=1)
+    return mean_s

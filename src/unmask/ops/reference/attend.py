@@ -199,17 +199,19 @@ def _raw_mass(q_gR: Tensor, k_gK: Tensor, counts_gR: Tensor) -> Tensor:
 
 
 def _softmax_mass(q_gR: Tensor, k_gK: Tensor, group: Group, counts_gR: Tensor) -> Tensor:
-    """One counting row of each seat at a time: queries x keys x heads never stands."""
+    """As many counting rows of each seat at a time as have no more logits than there are numbers of queries or keys:
+    queries x keys x heads never stands."""
     num_heads, num_kv_heads = q_gR.shape[2], k_gK.shape[2]
     mass_gK = torch.zeros(k_gK.shape[:2], dtype=q_gR.dtype, device=q_gR.device)
-    seat_g = torch.arange(len(q_gR), device=q_gR.device)
+    seat_g1 = torch.arange(len(q_gR), device=q_gR.device)[:, None]
     most = q_gR.shape[1] if group.fixed else int(counts_gR.sum(1).max())
     allowed_gRK = None if group.allowed_gRK is None else group.allowed_gRK.expand(-1, q_gR.shape[1], -1)
-    for row_g in counts_gR.int().argsort(dim=1, descending=True, stable=True)[:, :most].unbind(1):
-        q_gHkv = q_gR[seat_g, row_g].unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
-        logits = torch.einsum("ghqd,gkhd->ghqk", q_gHkv, k_gK) / q_gR.shape[3] ** 0.5
+    step = max(1, max(q_gR.numel(), k_gK.numel()) // max(1, mass_gK.numel() * num_heads))
+    for row_gr in counts_gR.int().argsort(dim=1, descending=True, stable=True)[:, :most].split(step, 1):
+        q_grHkv = q_gR[seat_g1, row_gr].unflatten(2, (num_kv_heads, num_heads // num_kv_heads))
+        logits = torch.einsum("grhqd,gkhd->grhqk", q_grHkv, k_gK) / q_gR.shape[3] ** 0.5
         if allowed_gRK is not None:
-            logits = logits.masked_fill(~allowed_gRK[seat_g, row_g][:, None, None], -torch.inf)
-        weight_gK = logits.softmax(-1).mean((1, 2)).nan_to_num(0)
-        mass_gK += weight_gK * counts_gR[seat_g, row_g][:, None]
+            logits = logits.masked_fill(~allowed_gRK[seat_g1, row_gr][:, :, None, None], -torch.inf)
+        weight_grK = logits.softmax(-1).mean((2, 3)).nan_to_num(0)
+        mass_gK += (weight_grK * counts_gR[seat_g1, row_gr][:, :, None]).sum(1)
     return mass_gK
