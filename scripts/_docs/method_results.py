@@ -15,8 +15,10 @@ INTROS = {
     "paired_one": "Several problems a request, more of them, one token a pass",
     "paired": "Several problems a request, more of them",
     "verify": "One problem a request, more of them",
+    "rest": "One problem a request, fewer of them",
 }
-OPTIONAL = ("paired_one", "paired", "verify")
+OPTIONAL = ("paired_one", "paired", "verify", "rest")
+DRAWN = ("short", "long")
 
 
 # --- words for a cell
@@ -78,7 +80,7 @@ def measured(setting: str) -> str:
     """Accuracy beside passes and rows, cell by cell; then what varies one value only; then what was refused."""
     result = single(f"methods_{setting}")
     rows = [row for row in result["rows"] if "refused" not in row]
-    parts = [f"![Accuracy over tokens a pass and rows a token]({picture(setting)})"]
+    parts = [f"![Accuracy over tokens a pass and rows a token]({picture(setting)})"] if setting in DRAWN else []
     parts += [table([row for row in rows if row["part"] != "curve"], WHOLE), _made_with(result, setting)]
     if ahead := [row for row in rows if row.get("gains")]:
         parts.append(_gains(ahead))

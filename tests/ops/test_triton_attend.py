@@ -389,7 +389,19 @@ def test_ragged_parts_share_the_entries(monkeypatch: pytest.MonkeyPatch) -> None
         part = sight.part(seat_P, see_P, torch.bincount(seat_P, minlength=len(ROWS)), None)
         exact = reference.attend(*(each.cpu().double() for each in (q_M[rows_P], k_E, v_E)), off_device(part))
         close(kernels.attend(q_M[rows_P], k_E, v_E, part).cpu(), exact)
+        all_P = torch.ones(len(rows_P), dtype=torch.bool, device=DEVICE)
+        exact = reference.tracking_mass(
+            q_M[rows_P].cpu().double(), k_E.cpu().double(), off_device(part), all_P.cpu(), softmax=True
+        )
+        close(kernels.tracking_mass(q_M[rows_P], k_E, part, all_P, softmax=True).cpu(), exact)
     assert len(made) == 1
+
+
+def test_the_mass_of_no_rows() -> None:
+    q_M, k_E, _, sight = inputs(sample(heads=(4, 2), num_live=None), torch.float32)
+    none_P = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    part = sight.part(none_P, sight.see_M[none_P], torch.zeros_like(sight.num_rows_S), None)
+    assert not kernels.tracking_mass(q_M[none_P], k_E, part, none_P.bool(), softmax=True).any()
 
 
 def test_few_rows_are_shared_and_many_are_not() -> None:
