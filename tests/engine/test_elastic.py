@@ -21,6 +21,7 @@ from oracles.flash import made_up_prompt
 from oracles.golden import tiny_model
 from unmask import LLM, SamplingParams
 from unmask.cache import elastic as module
+from unmask.cache.context import Part
 from unmask.cache.elastic import Elastic, ElasticGate
 from unmask.core.canvas import Canvas
 from unmask.engine.outputs import CompletionOutput
@@ -364,12 +365,13 @@ def test_inputs_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_queries_that_are_not_renewed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     project = ElasticGate._project
 
-    def stale(self: ElasticGate, layer: Any, normed_MD: Tensor, rows_P: Tensor) -> None:
+    def stale(self: ElasticGate, layer: Any, normed_MD: Tensor, rows_P: Tensor) -> Part:
         plane_E = self.pool.planes["q"][layer.index]
         before_E = plane_E.clone()
-        project(self, layer, normed_MD, rows_P)
+        part = project(self, layer, normed_MD, rows_P)
         if self.tracked_LM.any():
             plane_E.copy_(torch.where(self.pool.planes["tracked"][layer.index][:, None, None], before_E, plane_E))
+        return part
 
     monkeypatch.setattr(ElasticGate, "_project", stale)
     noticed([BY_NAME["heads-union-gqa"]])

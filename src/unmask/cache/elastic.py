@@ -186,15 +186,16 @@ class ElasticGate:
         normed_MD = layer.attn_norm(x_MD)
         tested = self._tested(index)
         before = self._memory(index, tested)
-        self._project(layer, normed_MD, self._rows())
+        rows_P = self._rows()
+        part = self._project(layer, normed_MD, rows_P)
         trips_S = self._test(index, tested, before)
         if self.policy.redo:
             self._project(layer, normed_MD, trips_S[self.plan.seat_M].nonzero()[:, 0])
             self.full_S = self.full_S | trips_S
+            rows_P = self._rows()
+            part = context.part(rows_P)
         self._track(index)
-        rows_P = self._rows()
         self.computed.append(rows_P)
-        part = context.part(rows_P)
         q_P = self.pool.planes["q"][index][part.write_P]
         seen_P = layer.attn.out(context.attend_at(index, q_P, part))
         x_P, normed_P = layer.mlp_norm.add(x_MD[rows_P], seen_P)
@@ -215,13 +216,13 @@ class ElasticGate:
         plane_E[write_M[ran_P]] = x_MD[ran_P]
         return plane_E[write_M]
 
-    def _project(self, layer: Layer, normed_MD: Tensor, rows_P: Tensor) -> None:
+    def _project(self, layer: Layer, normed_MD: Tensor, rows_P: Tensor) -> Part:
         """Renew q, k and v of these rows."""
-        if not len(rows_P):
-            return
         part = self.context.part(rows_P)
-        q_P = self.context.project_at(layer.index, normed_MD, layer.attn, part)
-        self.pool.planes["q"][layer.index][part.write_P] = q_P
+        if len(rows_P):
+            q_P = self.context.project_at(layer.index, normed_MD, layer.attn, part)
+            self.pool.planes["q"][layer.index][part.write_P] = q_P
+        return part
 
     # --- the test
 
